@@ -1,0 +1,1 @@
+"""kvmosaic: the KV cache outside the engine, for every hybrid-attention model."""
