@@ -1,8 +1,8 @@
 """The shared memory that holds the objects: a sealed memfd, mapped by the server and by every worker.
 
 `create` makes the descriptor, `attach` maps it; the descriptor stays the caller's to send or close. It has no
-name in any file system, so it is gone with the last process that holds it. The arena knows bytes, never objects
-or keys. A view dies with close(): whoever closes guarantees that no copy runs.
+name in any file system, so it is gone with the last process that holds it. The arena knows bytes, never
+objects or keys. A view dies with close(): whoever closes guarantees that no copy runs.
 Methods may be called from any thread; close() and the last use must be ordered by the caller.
 """
 
