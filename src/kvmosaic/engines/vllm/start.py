@@ -1,0 +1,81 @@
+"""Starts the scheduler half: a server if the user asked for one, the session, the wait, the refusal.
+
+Only here may the cache keep an engine from starting: when the server refuses its model, or is required and absent.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from typing import Any
+
+from kvmosaic.client import Connection, SchedulerClient, SchedulerSession, State
+from kvmosaic.engines.vllm.options import Options
+from kvmosaic.engines.vllm.scheduler import SchedulerHalf
+from kvmosaic.engines.vllm.translate import engine_key
+from kvmosaic.errors import Refused, ServerLost
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 5.0
+"""How long a starting engine waits for a server that listens."""
+
+REQUIRED_S = 60.0
+"""How long it waits for one that is required."""
+
+AUTOSTART_S = 10.0
+"""How long it waits for one that it started itself to listen."""
+
+LINGER_S = 60
+"""How long a server started by an engine outlives its last engine."""
+
+
+def start_scheduler(options: Options, vllm_config: Any, kv_cache_config: Any) -> SchedulerHalf:
+    """Build the half; raise Refused when this engine must not start."""
+    if options.autostart is not None and not listens(options):
+        autostart(options, options.autostart)
+    session = SchedulerSession(options.socket, engine_key(vllm_config))
+    session.start()
+    state = session.wait_settled(SETTLE_S)
+    if options.required and state is not State.REFUSED and not session.wait_ready(REQUIRED_S):
+        session.close()
+        raise Refused(
+            f"kvmosaic.required is true, but no server was ready on {options.socket} within {REQUIRED_S:.0f} s; "
+            f"start one with: kvmosaic server --l1-size-gb SIZE --socket {options.socket}"
+        )
+    if session.refusal is not None:
+        session.close()
+        raise Refused(session.refusal)
+    if state is not State.READY:
+        logger.warning("kvmosaic: no server on %s yet; the engine runs without it until one is", options.socket)
+    client = SchedulerClient(session, budget_s=options.lookup_timeout_ms / 1000)
+    return SchedulerHalf(client, session, vllm_config, kv_cache_config)
+
+
+def listens(options: Options) -> bool:
+    """Whether a server accepts connections on the socket."""
+    connection = Connection(options.socket)
+    try:
+        connection.connect(timeout_s=1.0)
+    except ServerLost:
+        return False
+    connection.close()
+    return True
+
+
+def autostart(options: Options, size_gb: float) -> None:
+    """Start a server that outlives this engine and ends some time after its last one; two starters are harmless."""
+    command = [sys.executable, "-m", "kvmosaic", "server", "--l1-size-gb", f"{size_gb:g}", "--http", "off"]
+    command += ["--socket", str(options.socket), "--exit-when-idle-s", str(LINGER_S)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + AUTOSTART_S
+    while not listens(options):
+        if process.poll() is not None or time.monotonic() > deadline:
+            logger.error("kvmosaic.autostart: the server did not start: %s", " ".join(command))
+            return
+        time.sleep(0.02)
+    logger.info("kvmosaic.autostart: started a server of %g GB on %s", size_gb, options.socket)
