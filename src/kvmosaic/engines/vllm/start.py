@@ -56,12 +56,10 @@ def start_scheduler(options: Options, vllm_config: Any, kv_cache_config: Any) ->
 
 def listens(options: Options) -> bool:
     """Whether a server accepts connections on the socket."""
-    connection = Connection(options.socket)
     try:
-        connection.connect(timeout_s=1.0)
+        Connection.connect(options.socket).close()
     except ServerLost:
         return False
-    connection.close()
     return True
 
 
