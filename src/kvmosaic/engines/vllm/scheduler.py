@@ -20,6 +20,8 @@ from kvmosaic.engines.vllm.loads import failing_load, plan_load
 from kvmosaic.engines.vllm.plans import ConnectorMeta, WorkerReport, join_reports
 from kvmosaic.engines.vllm.stores import Candidate, find_candidate, plan_store
 from kvmosaic.engines.vllm.tracking import Answer, RequestState
+from kvmosaic.engines.vllm.translate import check_geometry
+from kvmosaic.errors import Refused
 from kvmosaic.layout.groups import Geometry
 from kvmosaic.protocol.messages import Hit
 
@@ -58,7 +60,7 @@ class SchedulerHalf:
         self._attachment: Attachment | None = None
         self._step_open = False
         self._known_geometry: Geometry | None = None
-        self._mismatch: str | None = None
+        self._foreign = False
         self._clear_owed = False
         self._requests: dict[str, RequestState] = {}
         self._loads: dict[str, LoadPlan] = {}
@@ -278,15 +280,18 @@ class SchedulerHalf:
         if self._clear_owed:
             self._clear_owed = not self._client.clear()
         self._check_geometry(self._attachment.geometry)
-        return None if self._mismatch or self._clear_owed else self._attachment.geometry
+        return None if self._foreign or self._clear_owed else self._attachment.geometry
 
     def _check_geometry(self, geometry: Geometry) -> None:
         if geometry == self._known_geometry:
             return
         self._known_geometry = geometry
-        self._mismatch = find_mismatch(geometry, self._kv_cache_config)
-        if self._mismatch:
-            logger.error("kvmosaic is not used: %s", self._mismatch)
+        self._foreign = False
+        try:
+            check_geometry(geometry, self._vllm_config, self._kv_cache_config)
+        except Refused as error:
+            self._foreign = True
+            logger.error("kvmosaic is not used: %s", error)
         else:
             logger.info("%s", describe(geometry, self._vllm_config))
 
@@ -294,15 +299,3 @@ class SchedulerHalf:
 def has_state(geometry: Geometry) -> bool:
     """Whether the model has groups that remember one state at a position."""
     return any(group.kind is Kind.STATE and group.cacheable for group in geometry.groups)
-
-
-def find_mismatch(geometry: Geometry, kv_cache_config: Any) -> str | None:
-    """What the workers declared and the scheduler sees otherwise; None when they agree."""
-    theirs = [group.block_tokens for group in geometry.groups]
-    ours = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    if theirs != ours:
-        return f"the workers declared block sizes {theirs}, the scheduler's are {ours}"
-    hash_block = kv_cache_config.hash_block_size
-    if hash_block is not None and hash_block != geometry.hash_block_tokens:
-        return f"the workers declared hash block {geometry.hash_block_tokens}, the scheduler's is {hash_block}"
-    return None
