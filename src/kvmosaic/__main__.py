@@ -1,0 +1,5 @@
+"""`python -m kvmosaic` is the `kvmosaic` command."""
+
+from kvmosaic.cli import main
+
+main()
