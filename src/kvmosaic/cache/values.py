@@ -132,3 +132,8 @@ class PackedDigests(Sequence[bytes]):
             return [self._packed[at * size : (at + 1) * size] for at in range(*i.indices(len(self)))]
         at = range(len(self))[i] * size
         return self._packed[at : at + size]
+
+
+def split_digests(packed: bytes, digest_bytes: int) -> list[bytes]:
+    """Cut packed digests of equal length."""
+    return list(PackedDigests(packed, digest_bytes))
