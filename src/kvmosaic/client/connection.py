@@ -56,6 +56,8 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
+        self.answered_id = 0
+        """The last request that was answered."""
         self._lost = ""
         self._turn = threading.Lock()
         self._decoder = reply_decoder()
@@ -65,7 +67,6 @@ class Connection:
         self._sending = threading.Lock()
         self._last_id = 0
         self._outbox: deque[memoryview] = deque()
-        self._unconfirmed: deque[tuple[int, Request]] = deque()
 
     def hello(self, role: Role, engine: str, timeout_s: float) -> BootId:
         """Introduce this side. Raises Refused when the server does not talk to it, and DeadlinePassed."""
@@ -90,11 +91,14 @@ class Connection:
         """The same for a reply that may carry a descriptor, which then belongs to the caller."""
         return self._ask(message, timeout_s, None)
 
-    def post(self, message: Request) -> None:
-        """Send a one-way message; what the socket does not take now leaves with a later call."""
+    def post(self, message: Request) -> int:
+        """Send a one-way message; what the socket does not take now leaves with a later call.
+
+        The server, which keeps the order, has seen it when `answered_id` is greater than the returned number.
+        """
         with self._sending:
             self._send(memoryview(encode(message)))
-            self._unconfirmed.append((self._last_id, message))
+            return self._last_id
 
     def tend(self) -> None:
         """Send what waits and take in late replies, without waiting. For a thread that looks in at times."""
@@ -117,14 +121,6 @@ class Connection:
                 return False
         return True
 
-    def unconfirmed(self) -> list[Request]:
-        """One-way messages that the server may not have seen: it has answered no later request.
-
-        After a loss they belong on the next connection to the same boot: the server ignores what it has seen.
-        """
-        with self._sending:
-            return [message for _, message in self._unconfirmed]
-
     def close(self) -> None:
         """A second call does nothing. Not to be called while another thread is in wait_closed()."""
         self._give_up(ServerLost("the connection was closed"))
@@ -140,13 +136,12 @@ class Connection:
         _close_fd(self._socket.detach())
 
     def check(self) -> None:
-        """Nothing waits that could leave, ids only grow."""
+        """Nothing empty waits, and only what was asked can be late."""
         with self._sending:
-            assert all(len(frame) for frame in self._outbox), "no empty frame waits"
-            marks = [mark for mark, _ in self._unconfirmed]
-            assert marks == sorted(marks), "one-way messages are in order"
-            assert all(late <= self._last_id for late in self._late), "only sent requests are late"
-        self._decoder.check()
+            assert all(len(frame) for frame in self._outbox)
+            assert all(late <= self._last_id for late in self._late)
+        if not self._lost:
+            self._decoder.check()
 
     def _ask(self, message: Request, timeout_s: float, on_late: LateReply | None) -> tuple[Reply, int | None]:
         deadline = time.monotonic() + timeout_s
@@ -157,7 +152,7 @@ class Connection:
             while True:
                 answer = None
                 for reply, fd in self._read():
-                    if reply.id == number:
+                    if reply.id == number or _is_dismissal(reply):
                         answer = reply, fd
                     else:
                         self._take_late(reply, fd)
@@ -233,7 +228,7 @@ class Connection:
                 raise self._give_up(ServerLost("the server closed the connection"))
             for reply in self._decode(num_bytes):
                 replies.append((reply, self._fd_of(reply)))
-                self._confirm(reply.id)
+                self.answered_id = max(self.answered_id, reply.id)
         return replies
 
     def _receive(self) -> int | None:
@@ -258,12 +253,6 @@ class Connection:
     def _fd_of(self, reply: Reply) -> int | None:
         """A descriptor arrives no later than the last byte of its frame, and only an Attached has one."""
         return self._fds.popleft() if isinstance(reply, Attached) and self._fds else None
-
-    def _confirm(self, number: int) -> None:
-        """The server handles messages in order: what was posted before this request has been seen."""
-        with self._sending:
-            while self._unconfirmed and self._unconfirmed[0][0] < number:
-                self._unconfirmed.popleft()
 
     def _take_late(self, reply: Reply, fd: int | None) -> None:
         _close_fd(fd)
@@ -290,6 +279,11 @@ class Connection:
             with suppress(OSError):  # the peer may have reset it already
                 self._socket.shutdown(socket.SHUT_RDWR)
         return error
+
+
+def _is_dismissal(reply: Reply) -> bool:
+    """The server closes the connection, and this says why: it answers whatever was asked."""
+    return isinstance(reply, Failed) and reply.id == 0
 
 
 def _close_fd(fd: int | None) -> None:

@@ -1,7 +1,7 @@
 """One-way messages on their way to one life of the server: it gets them as long as it lives, and no other does.
 
-What was lost with a connection goes out again on the next one; messages for a dead server are dropped. Used by any
-thread; its lock comes before the connection's. Never waits and never raises.
+What may have been lost with a connection goes out again on the next one (the server ignores what it has seen), and
+messages for a dead server are dropped. Used by any thread; its lock comes before the connection's. Never waits.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Mail:
         self._connection: Connection | None = None
         self._boot_id: BootId | None = None
         self._waiting: deque[tuple[BootId, Request]] = deque(maxlen=_MAX_WAITING)
+        self._unconfirmed: deque[tuple[int, Request]] = deque(maxlen=_MAX_WAITING)
 
     def open(self, connection: Connection, boot_id: BootId) -> None:
         """Send what waits for this boot, drop what waits for others."""
@@ -45,8 +46,9 @@ class Mail:
         """The connection is gone: what the server may not have seen waits for the next."""
         with self._lock:
             if self._connection is not None and self._boot_id is not None:
-                unconfirmed = [(self._boot_id, message) for message in self._connection.unconfirmed()]
-                self._waiting.extendleft(reversed(unconfirmed))
+                self._forget_confirmed(self._connection)
+                while self._unconfirmed:
+                    self._waiting.appendleft((self._boot_id, self._unconfirmed.pop()[1]))
             self._connection = None
 
     def check(self) -> None:
@@ -60,6 +62,11 @@ class Mail:
             self._waiting.append((boot_id, message))
         elif boot_id == self._boot_id:
             try:
-                self._connection.post(message)
+                self._unconfirmed.append((self._connection.post(message), message))
             except ServerLost:
                 self._waiting.append((boot_id, message))
+            self._forget_confirmed(self._connection)
+
+    def _forget_confirmed(self, connection: Connection) -> None:
+        while self._unconfirmed and self._unconfirmed[0][0] < connection.answered_id:
+            self._unconfirmed.popleft()

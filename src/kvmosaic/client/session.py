@@ -237,8 +237,9 @@ class Session:
         os.eventfd_write(self._wake_fd, 1)
 
     def _clear_wake(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        with self._changed, suppress(BlockingIOError):
+            if not self._closing:
+                os.eventfd_read(self._wake_fd)
 
     # What changes is changed under `_changed`.
 
