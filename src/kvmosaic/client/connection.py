@@ -121,10 +121,14 @@ class Connection:
                 return False
         return True
 
-    def close(self) -> None:
-        """A second call does nothing. Not to be called while another thread is in wait_closed()."""
+    def shutdown(self) -> None:
+        """End the connection under everybody who uses it; close() must follow."""
         self._give_up(ServerLost("the connection was closed"))
-        # The shutdown has woken whoever asks; the number of the descriptor may be reused once it is out.
+
+    def close(self) -> None:
+        """Give the descriptor back; a second call does nothing. Not while another thread is in wait_closed()."""
+        self.shutdown()
+        # That has woken whoever asks; the number of the descriptor may be reused once they are out.
         with self._turn, self._sending:
             self._socket.close()
             while self._fds:
