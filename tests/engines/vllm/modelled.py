@@ -21,7 +21,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
     resolve_cache_hit_alignment_tokens,
@@ -124,7 +125,8 @@ class ModelledEngine:
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.mamba_block_size = block
         register_all_kvcache_specs(config)
-        (self.kv_config,) = get_kv_cache_configs(config, [dict(specs)], [1 << 40])
+        groups = get_kv_cache_groups(config, dict(specs))
+        self.kv_config = get_kv_cache_config_from_groups(config, groups, 1 << 40)
         self.kv_config.kv_cache_layout = "LBHNC"
         scheduler_config = generate_scheduler_kv_cache_config([self.kv_config])
         config.cache_config.num_gpu_blocks = scheduler_config.num_blocks
@@ -158,7 +160,6 @@ class ModelledEngine:
         self.connector = self.scheduler.connector
         self.num_checks = 0
         self.external: dict[str, int] = {}
-        self.longest_schedule_s = 0.0
 
     # Work
 
@@ -208,6 +209,7 @@ class ModelledEngine:
                 self.external[request_id] = stats.num_external_cached_tokens
         worker_output = self._execute(output)
         requests = {name: self.scheduler.requests[name] for name in output.num_scheduled_tokens}
+        self._poison_free_blocks()
         names = list(requests)
         tokens = [[self._next_token(r)] if r.num_computed_tokens >= r.num_tokens else [] for r in requests.values()]
         self.scheduler.update_from_output(
@@ -227,10 +229,11 @@ class ModelledEngine:
     def _execute(self, output: Any) -> KVConnectorOutput:
         worker = self.worker
         worker.bind_connector_metadata(output.kv_connector_metadata)
-        for name, num_tokens in output.num_scheduled_tokens.items():
-            self._check_reads(name, num_tokens)
+        # A request may share the blocks that another one fills in the same step.
         for name, num_tokens in output.num_scheduled_tokens.items():
             self._write_pages(name, num_tokens)
+        for name, num_tokens in output.num_scheduled_tokens.items():
+            self._check_reads(name, num_tokens)
         worker.start_load_kv(None)
         worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
@@ -242,6 +245,15 @@ class ModelledEngine:
         )
         worker.clear_connector_metadata()
         return report
+
+    def _poison_free_blocks(self) -> None:
+        """What no table and no hash holds is nobody's: a copy that reads it late reads poison."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        for block in pool.blocks[1:]:
+            if block.ref_cnt == 0 and block.block_hash is None:
+                for group in range(len(self.kv_config.kv_cache_groups)):
+                    for _, page in self._pages(group, block.block_id):
+                        page[:] = POISON
 
     def _tables(self, name: str) -> tuple[list[int], ...]:
         return self.scheduler.kv_cache_manager.get_block_ids(name)

@@ -12,7 +12,8 @@ def counts(*values: int) -> bytes:
 
 def hit(boundary: int, firsts: tuple[int, ...]) -> Hit:
     extents = tuple(
-        pack_extents((1000 * group + chunk, 16) for chunk in range(first, boundary)) for group, first in enumerate(firsts)
+        pack_extents((1000 * group + chunk, 16) for chunk in range(first, boundary))
+        for group, first in enumerate(firsts)
     )
     return Hit(1, boundary, boundary, firsts, extents, tuple(counts(*[1] * (boundary - first)) for first in firsts))
 

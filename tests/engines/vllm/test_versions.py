@@ -76,9 +76,9 @@ def unguarded_imports() -> list[tuple[str, str, str]]:
         tree = parse(path)
         guarded = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                if id(node) not in guarded:
-                    found += [(path.name, node.module or "", alias.name) for alias in node.names]
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if isinstance(node, ast.ImportFrom) and module.split(".")[0] == "vllm" and id(node) not in guarded:
+                found += [(path.name, module, alias.name) for alias in node.names]
     return found
 
 

@@ -1,0 +1,32 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving import ServerProcess
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(tmp_path / "server.sock")
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Builds modelled engines on a socket of this test, and closes them."""
+    from tests.engines.vllm.modelled import MODELS, ModelledEngine
+
+    built: list[ModelledEngine] = []
+
+    def build(model: str, **options: Any) -> ModelledEngine:
+        connector = {"kvmosaic.socket": str(tmp_path / "server.sock"), "kvmosaic.model_tag": model}
+        connector |= options.pop("connector", {})
+        built.append(ModelledEngine(tmp_path / model.replace(" ", "-"), MODELS[model](), connector, **options))
+        return built[-1]
+
+    yield build
+    for each in built:
+        each.close()

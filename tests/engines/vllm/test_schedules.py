@@ -1,0 +1,192 @@
+"""Stories of the connector under vLLM's real Scheduler: what hits, what never leaks, what a fault costs.
+
+The modelled worker checks every byte that a step would read, so each story is also a test of right bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.modelled import MODELS
+from tests.serving import ServerProcess, wait_until
+
+pytestmark = pytest.mark.slow
+
+Build = Callable[..., Any]
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(1, 250), k=num_tokens)
+
+
+def chunk_tokens(model: str) -> int:
+    return 32 if model == "state" else 256
+
+
+def at_rest(server: ServerProcess) -> bool:
+    report = server.status()
+    return report["leases"] == 0 and report["reservations"] == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prompt_is_computed_once(model: str, server: ServerProcess, engine: Build) -> None:
+    first, second = engine(model), engine(model)
+    tokens = prompt(1, 1000)
+    step = chunk_tokens(model)
+
+    assert first.serve("cold", tokens) == 0
+    first.drop_own_cache()
+    # A state model stores where steps end: the engine ends one at the last boundary before the last token.
+    assert first.serve("warm", tokens) == 999 // step * step
+    assert second.serve("other engine", tokens) == 999 // step * step
+    assert first.num_checks + second.num_checks > 0
+    wait_until(lambda: at_rest(server))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("length", [-1, 0, 1])
+def test_one_token_is_always_left_to_compute(model: str, length: int, server: ServerProcess, engine: Build) -> None:
+    one = engine(model)
+    step = chunk_tokens(model)
+    tokens = prompt(2, 2 * step + length)
+
+    one.serve("cold", tokens)
+    one.drop_own_cache()
+
+    assert one.serve("warm", tokens) == (2 * step + length - 1) // step * step
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decoded_tokens_hit_in_the_next_turn(model: str, server: ServerProcess, engine: Build) -> None:
+    one = engine(model)
+    step = chunk_tokens(model)
+    tokens = prompt(3, 2 * step - 20)
+    request = one.add("turn 1", tokens, max_tokens=60)
+    one.run()
+    next_turn = [*request.all_token_ids, *prompt(4, 30)]
+    one.drop_own_cache()
+
+    assert one.serve("turn 2", next_turn) == (len(next_turn) - 31) // step * step
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_engines_own_hit_and_ours_join(model: str, server: ServerProcess, engine: Build) -> None:
+    one, other = engine(model), engine(model)
+    step = chunk_tokens(model)
+    tokens = prompt(5, 4 * step + 10)
+    one.serve("cold", tokens)
+    for own in range(1, 4):
+        other.drop_own_cache()
+        other.serve(f"own {own}", tokens[: own * step + 5])
+        assert other.serve(f"joined {own}", tokens) > 0
+
+
+def test_a_shared_prefix_of_a_state_model_hits_from_the_third_prompt_on(server: ServerProcess, engine: Build) -> None:
+    one = engine("state")
+    shared = prompt(6, 320)
+    hits = []
+    for number in range(4):
+        hits.append(one.serve(f"r{number}", shared + prompt(10 + number, 100)))
+        one.drop_own_cache()
+
+    assert hits == [0, 0, 320, 320]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tiny_pool_preempts_and_leaks_nothing(model: str, server: ServerProcess, engine: Build) -> None:
+    one = engine(model, num_blocks=60 if model == "state" else 150, budget=128)
+    for number in range(12):
+        one.add(f"r{number}", prompt(20 + number // 3, 300), max_tokens=40)
+    one.run()
+    pool = one.scheduler.kv_cache_manager.block_pool
+
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    wait_until(lambda: at_rest(server))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_aborts_at_any_step_leak_nothing(model: str, server: ServerProcess, engine: Build) -> None:
+    one = engine(model)
+    tokens = prompt(7, 900)
+    one.serve("cold", tokens)
+    for steps in range(6):
+        one.drop_own_cache()
+        one.add(f"r{steps}", tokens, max_tokens=4)
+        for _ in range(steps):
+            one.step()
+        one.abort(f"r{steps}")
+        one.run()
+    pool = one.scheduler.kv_cache_manager.block_pool
+
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    wait_until(lambda: at_rest(server))
+
+
+def test_a_restarted_server_is_used_again_and_nothing_stale_is_read(server: ServerProcess, engine: Build) -> None:
+    one = engine("window")
+    tokens = prompt(8, 1000)
+    one.serve("cold", tokens)
+    one.add("running", prompt(9, 700), max_tokens=200)
+    for _ in range(5):
+        one.step()
+    server.restart()
+    one.run()
+    wait_until(lambda: server.status()["engines"] and server.status()["engines"][0]["ready"], 2.0)
+    one.drop_own_cache()
+
+    assert one.serve("lost", tokens) == 0
+    one.drop_own_cache()
+    assert one.serve("back", tokens) == 768
+
+
+def test_a_paused_server_holds_up_no_request(server: ServerProcess, engine: Build) -> None:
+    one = engine("full", connector={"kvmosaic.lookup_timeout_ms": 40})
+    tokens = prompt(11, 600)
+    one.serve("cold", tokens)
+    one.drop_own_cache()
+    server.pause()
+    for number in range(50):
+        one.add(f"r{number}", prompt(30 + number, 600))
+    one.run()
+    server.resume()
+
+    wait_until(lambda: _serves(one, tokens), 5.0)
+    wait_until(lambda: at_rest(server))
+
+
+def _serves(one: Any, tokens: list[int]) -> bool:
+    one.drop_own_cache()
+    return one.serve(f"again {random.random()}", tokens) == 512
+
+
+def test_a_clear_forgets_this_model_only(server: ServerProcess, engine: Build) -> None:
+    one, other = engine("full"), engine("state")
+    tokens = prompt(12, 600)
+    one.serve("cold", tokens)
+    other.serve("cold", tokens)
+    one.drop_own_cache()
+    other.drop_own_cache()
+
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+    assert one.serve("cleared", tokens) == 0
+    assert other.serve("kept", tokens) == 576
+
+
+def test_an_engine_without_a_server_computes(engine: Build, tmp_path: Any) -> None:
+    one = engine("window")
+    tokens = prompt(13, 600)
+
+    assert one.serve("cold", tokens) == 0
+    server = ServerProcess(tmp_path / "server.sock")
+    try:
+        wait_until(lambda: server.status()["engines"] and server.status()["engines"][0]["ready"], 2.0)
+        one.drop_own_cache()
+        assert one.serve("first", tokens) == 0
+        one.drop_own_cache()
+        assert one.serve("second", tokens) == 512
+    finally:
+        server.close()
