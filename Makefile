@@ -7,7 +7,7 @@ TORCH := 2.13.0
 VLLM := 0.32.0
 
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
+PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 ENGINE_STAMP := $(VENV)/.engine-vllm-$(VLLM)-torch-$(TORCH)
 STAMP := $(VENV)/.ready
 

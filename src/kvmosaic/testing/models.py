@@ -24,7 +24,7 @@ NUM_BYTES = 256
 """Token ids below this one are the bytes themselves; the special tokens follow."""
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 VOCAB_SIZE = 320
-FORMAT = 5
+FORMAT = 1
 """Raised when the way weights are drawn changes, so that cached checkpoints are drawn anew."""
 
 _COMMON: Mapping[str, object] = {

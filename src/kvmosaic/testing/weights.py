@@ -70,10 +70,17 @@ def _fill_matrix(leaf: str, tensor: torch.Tensor, recipe: Recipe) -> None:
 
 
 def _byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    assert len(letters) == NUM_BYTES
-    core = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
+    core = Tokenizer(BPE({letter: byte for byte, letter in enumerate(_letters())}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     bos, eos, pad = SPECIAL_TOKENS
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, bos_token=bos, eos_token=eos, pad_token=pad)
+
+
+def _letters() -> list[str]:
+    """How byte-level tokenizers write each byte: Latin-1 where that can be seen, else a letter from U+0100 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unseen = [byte for byte in range(NUM_BYTES) if byte not in seen]
+    letters = [chr(byte) if byte in seen else chr(NUM_BYTES + unseen.index(byte)) for byte in range(NUM_BYTES)]
+    assert set(letters) == set(pre_tokenizers.ByteLevel.alphabet())
+    return letters
