@@ -104,10 +104,10 @@ class CacheStats:
 
 def pack_objects(objects: Sequence[bytes]) -> tuple[bytes, bytes]:
     """Return the extents of several objects as they travel: all of them joined, and each one's number as u32."""
-    sizes = list(map(len, objects))
-    if sizes and sizes.count(sizes[0]) == len(sizes):  # the common case, at the speed of C
-        return b"".join(objects), array("I", (sizes[0] // EXTENT.size,)).tobytes() * len(sizes)
-    return b"".join(objects), array("I", [size // EXTENT.size for size in sizes]).tobytes()
+    packed = b"".join(objects)
+    if len(packed) == EXTENT.size * len(objects):  # none has no extent, so each has one
+        return packed, array("I", (1,)).tobytes() * len(objects)
+    return packed, array("I", [len(extents) // EXTENT.size for extents in objects]).tobytes()
 
 
 class PackedDigests(Sequence[bytes]):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvmosaic.core.types import Kind
 from kvmosaic.layout.groups import ObjectGroup
 
 
@@ -23,18 +22,23 @@ def fold(present: Sequence[int], first: int, object_groups: Sequence[ObjectGroup
     Bit g of `present[i]` says that chunk `first + i` has its object of group g; chunks beyond are absent. The
     depth is a chunk index as well; it is `first` when there is no full group.
     """
-    full_mask = sum(1 << g for g, group in enumerate(object_groups) if group.kind is Kind.FULL)
-    full_chunks = first + _run(present, full_mask) if full_mask else first
-    # Each group lowers the boundary to the largest one it can serve itself, until all agree.
     boundary = min(limit, first + len(present))
-    agreed = 0
-    while boundary > first and agreed < len(object_groups):
-        agreed = 0
-        for g, group in enumerate(object_groups):
-            lowered = _lower(present, first, 1 << g, group, boundary)
-            agreed += lowered == boundary
-            boundary = lowered
-    return max(boundary, first), full_chunks
+    runs = []
+    partial = []
+    for g, group in enumerate(object_groups):
+        if group.reach_chunks is None:
+            runs.append(first + _run(present, 1 << g))
+            boundary = min(boundary, runs[-1] - group.lookahead_chunks)
+        else:
+            partial.append((1 << g, group))
+    # Each of the others lowers the boundary to the largest one that it can serve, until all agree.
+    agreed = False
+    while not agreed and boundary > first:
+        before = boundary
+        for bit, group in partial:
+            boundary = _lower(present, first, bit, group, boundary)
+        agreed = boundary == before
+    return max(boundary, first), min(runs, default=first)
 
 
 def needs(group: ObjectGroup, first: int, boundary: int) -> int:
@@ -44,8 +48,6 @@ def needs(group: ObjectGroup, first: int, boundary: int) -> int:
 
 def _lower(present: Sequence[int], first: int, bit: int, group: ObjectGroup, boundary: int) -> int:
     """Return the largest boundary <= `boundary` that this group can serve, `first` when there is none."""
-    if group.reach_chunks is None:
-        return max(first, min(boundary, first + _run(present, bit) - group.lookahead_chunks))
     while boundary > first:
         start = needs(group, first, boundary) - first
         stop = boundary + group.lookahead_chunks - first
@@ -57,8 +59,8 @@ def _lower(present: Sequence[int], first: int, bit: int, group: ObjectGroup, bou
     return first
 
 
-def _run(present: Sequence[int], mask: int) -> int:
-    """Return how many chunks from the first on have all bits of `mask`."""
-    if all(bits & mask == mask for bits in set(present)):  # the common case, at the speed of C
+def _run(present: Sequence[int], bit: int) -> int:
+    """Return how many chunks from the first on have this bit."""
+    if all(bits & bit for bits in set(present)):  # the common case, at the speed of C
         return len(present)
-    return next(i for i, bits in enumerate(present) if bits & mask != mask)
+    return next(i for i, bits in enumerate(present) if not bits & bit)
