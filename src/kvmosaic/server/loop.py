@@ -18,7 +18,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from kvmosaic.errors import RemoteProtocolError
 from kvmosaic.protocol.codec import encode
@@ -28,9 +28,15 @@ from kvmosaic.server.engines import Session
 from kvmosaic.server.peers import Process, Processes
 from kvmosaic.server.service import Clock, Service
 
+T = TypeVar("T")
+
 _TICK_S: Final = 1.0
 _CHECK_EVERY_S: Final = 10.0
 _SCRATCH_BYTES: Final = 1 << 20
+_REQUESTS_A_TURN: Final = 64
+"""After so many requests of one session the others have their turn."""
+
+_INTERNAL_ERROR: Final = "internal error; the server's log has the details"
 
 _log = logging.getLogger("kvmosaic.server")
 
@@ -55,6 +61,8 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._channels: set[Channel] = set()
         self._processes = Processes()
+        self._backlog: set[Channel] = set()
+        """Sessions whose turn ended before their received requests did; nothing more is read from them."""
         self._watched: set[Process] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -68,11 +76,12 @@ class Loop:
         self._accept_again()
         try:
             while not self._stopping:
-                events = self._selector.select(_TICK_S)
+                events = self._selector.select(0 if self._backlog else _TICK_S)
                 for key, mask in events:
                     # An earlier event of this batch may have closed what this one is about.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(mask)
+                self._serve_backlog()
                 self._tick(idle=not events)
         finally:
             self._end()
@@ -103,7 +112,7 @@ class Loop:
     def _run_calls(self, _mask: int) -> None:
         os.eventfd_read(self._waker)
         while self._calls:
-            self._calls.popleft()()
+            _attempt("a call of another thread", self._calls.popleft())
 
     def _accept(self, _mask: int) -> None:
         try:
@@ -129,7 +138,7 @@ class Loop:
         try:
             if mask & selectors.EVENT_WRITE:
                 self._write(channel)
-            if mask & selectors.EVENT_READ and not channel.congested and not channel.closing:
+            if mask & selectors.EVENT_READ and not (channel.closing or channel.congested or channel in self._backlog):
                 self._read(channel)
         except OSError as error:
             _log.info("lost a session of %s: %s", channel.session.process, error)
@@ -153,49 +162,61 @@ class Loop:
 
     def _write(self, channel: Channel) -> None:
         channel.flush()
-        if not channel.has_output and not channel.closing:
+        if channel.has_output or channel.closing:
+            self._watch(channel)
+        else:
             self._serve(channel, channel.resume())
-        self._watch(channel)
 
     def _read_last_words(self, channel: Channel) -> None:
         """What a process said before it died counts: it may be the commit of what it stored.
 
-        A forked child may still hold the socket and write, so only what can be there now is read.
+        A forked child may still hold the socket and write, so only what has arrived by now is read.
         """
         channel.mute()
         unread_bytes = channel.unread_bytes
-        self._serve(channel, channel.resume())
+        self._serve(channel, channel.resume(), None)
         with contextlib.suppress(OSError):
-            while unread_bytes > 0 and channel in self._channels:
-                self._read(channel)
+            while unread_bytes > 0 and not channel.closing:
+                self._serve(channel, channel.receive(self._scratch) or iter(()), None)
                 unread_bytes -= _SCRATCH_BYTES
 
-    def _serve(self, channel: Channel, requests: Iterator[Request]) -> None:
+    def _serve_backlog(self) -> None:
+        waiting, self._backlog = self._backlog, set()
+        for channel in waiting:
+            self._serve(channel, channel.resume())
+
+    def _serve(self, channel: Channel, requests: Iterator[Request], limit: int | None = _REQUESTS_A_TURN) -> None:
+        """Answer requests until there is none left, the peer must read first, or its turn is over."""
         try:
-            for request in requests:
+            for number, request in enumerate(requests, 1):
                 self._answer(channel, request)
                 if channel.congested or channel.closing:
+                    break
+                if number == limit:
+                    self._backlog.add(channel)
                     break
         except RemoteProtocolError as error:
             self._dismiss(channel, str(error))
         self._watch(channel)
 
     def _answer(self, channel: Channel, request: Request) -> None:
-        session = channel.session
+        call = partial(self._frame, channel.session, request)
         try:
-            reply = self._service.handle(session, request)
-            frame = None if reply is None else encode(reply)
+            answer = _attempt(f"{type(request).__name__} of {channel.session.process}", call)
         except RemoteProtocolError as error:
             self._dismiss(channel, str(error), request.id)
             return
-        except Exception:
-            # One request's fault must never end the service of all others.
-            _log.exception("%s of %s failed", type(request).__name__, session.process)
-            reply = Failed(request.id, "internal error; the server's log has the details")
-            frame = encode(reply)
-        if frame is not None and request.id:
-            carries_arena = isinstance(reply, Attached) and session.role == "worker"
-            channel.send(frame, self._arena_fd if carries_arena else None)
+        frame, fd = answer or (encode(Failed(request.id, _INTERNAL_ERROR)), None)
+        if frame and request.id:
+            channel.send(frame, fd)
+
+    def _frame(self, session: Session, request: Request) -> tuple[bytes, int | None]:
+        """The reply's frame, empty without a reply, and the descriptor that goes with it."""
+        reply = self._service.handle(session, request)
+        if reply is None:
+            return b"", None
+        carries_arena = isinstance(reply, Attached) and session.role == "worker"
+        return encode(reply), self._arena_fd if carries_arena else None
 
     def _dismiss(self, channel: Channel, reason: str, request_id: int = 0) -> None:
         """Close a session, with a reason for its peer."""
@@ -222,6 +243,7 @@ class Loop:
         if channel not in self._channels:
             return
         self._channels.remove(channel)
+        self._backlog.discard(channel)
         self._selector.unregister(channel.sock)
         channel.close()
         self._service.lost(channel.session)
@@ -264,3 +286,14 @@ class Loop:
             self._forget(process)
         self._selector.close()
         self._listener.close()
+
+
+def _attempt(what: str, call: Callable[[], T]) -> T | None:
+    """The call's result, None when it failed: one fault must never end the service of all others."""
+    try:
+        return call()
+    except RemoteProtocolError:
+        raise
+    except Exception:
+        _log.exception("%s failed", what)
+        return None

@@ -6,21 +6,18 @@ Made on the loop's thread out of the registry and the cache; nobody changes it a
 from __future__ import annotations
 
 import dataclasses
-import os
-from importlib.metadata import version
 from typing import Any
 
 from kvmosaic.cache.cache import Cache
 from kvmosaic.cache.values import NamespaceStats
-from kvmosaic.core.types import BootId
 from kvmosaic.memory.extents import ExtentPool
 from kvmosaic.server.engines import Engine, Registry
 
 Report = dict[str, Any]  # Any: a JSON object for people and scripts, not read by our own code
 
 
-def build_report(boot_id: BootId, uptime_s: float, engines: Registry, cache: Cache, pool: ExtentPool) -> Report:
-    """The whole state at one moment."""
+def build_report(engines: Registry, cache: Cache, pool: ExtentPool) -> Report:
+    """What is held, by whom, at one moment."""
     stats = cache.stats()
     return {
         "objects": stats.objects,
@@ -34,10 +31,6 @@ def build_report(boot_id: BootId, uptime_s: float, engines: Registry, cache: Cac
         "reserved_bytes": stats.reserved_bytes,
         "sessions": sum(len(engine.sessions) for engine in engines),
         "quarantined": sum(engine.quarantined for engine in engines),
-        "boot_id": boot_id,
-        "version": version("kvmosaic"),
-        "pid": os.getpid(),
-        "uptime_s": round(uptime_s, 3),
         "counters": dataclasses.asdict(stats.counters),
         "engines": [_engine(engine) for engine in engines],
         "models": [_model(one) for one in stats.namespaces],

@@ -7,8 +7,10 @@ the protocol raises RemoteProtocolError, and the loop closes its session with th
 from __future__ import annotations
 
 import logging
+import os
 from array import array
 from collections.abc import Callable
+from importlib.metadata import version
 
 from kvmosaic.cache import values
 from kvmosaic.cache.cache import Cache
@@ -52,6 +54,7 @@ class Service:
         self._pool = pool
         self._clock = clock
         self._started_at = clock()
+        self._version = version("kvmosaic")
 
     def handle(self, session: Session, request: Request) -> Reply | None:
         """The reply to one request, None for one-way messages. An Attached for a worker takes the arena along."""
@@ -83,8 +86,13 @@ class Service:
 
     def report(self) -> Report:
         """Everything an operator may want to know, as one JSON object that nobody changes any more."""
-        uptime_s = self._clock() - self._started_at
-        return build_report(self.boot_id, uptime_s, self.engines, self._cache, self._pool)
+        identity = {
+            "boot_id": self.boot_id,
+            "version": self._version,
+            "pid": os.getpid(),
+            "uptime_s": round(self._clock() - self._started_at, 3),
+        }
+        return {**build_report(self.engines, self._cache, self._pool), **identity}
 
     def check(self) -> None:
         """Registry and cache are consistent."""
