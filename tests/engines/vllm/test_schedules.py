@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvmosaic.engines.copying import Copier
 from tests.engines.vllm.modelled import MODELS
 from tests.serving import ServerProcess, wait_until
 
@@ -190,3 +191,25 @@ def test_an_engine_without_a_server_computes(engine: Build, tmp_path: Any) -> No
         assert one.serve("second", tokens) == 512
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_model_sees_bytes_that_were_not_loaded(
+    model: str, server: ServerProcess, engine: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of all stories above, for each object group in turn."""
+    one = engine(model)
+    tokens = prompt(14, 1000)
+    one.serve("cold", tokens)
+    load = Copier.load
+    num_groups = len(server.status()["models"][0]["object_groups"])
+    for group in range(num_groups):
+        one.drop_own_cache()
+        monkeypatch.setattr(
+            Copier, "load", lambda self, plan, stop, skip=group: plan.object_group == skip or load(self, plan, stop)
+        )
+        with pytest.raises(AssertionError, match="wrong bytes"):
+            one.serve(f"warm {group}", tokens)
+        monkeypatch.undo()
+        one.abort(f"warm {group}")
+        one.run()
