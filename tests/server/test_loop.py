@@ -349,10 +349,15 @@ def test_another_user_is_turned_away() -> None:
         os.chmod(directory, 0o755)
         running = RunningLoop(Path(directory) / "s.sock")
         running.path.chmod(0o777)
-        code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(200))"
-        command = [sys.executable, "-c", code, str(running.path)]
-        answer = subprocess.run(command, user=65534, capture_output=True, text=True, check=False).stdout
-        running.end()
+        try:
+            code = (
+                "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+                "s.connect(sys.argv[1]); print(s.recv(200))"
+            )
+            command = [sys.executable, "-c", code, str(running.path)]
+            answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        finally:
+            running.end()
     assert "uid 65534 may not use the server of uid 0" in answer
 
 

@@ -110,13 +110,16 @@ class _ReportCollector(Collector):
                 yield GaugeMetricFamily(f"kvmosaic_{name}", _words(name), value=value)
         for name, value in self._report["counters"].items():
             yield CounterMetricFamily(f"kvmosaic_{name}", _words(name), value=value)
-        for name in ("objects", "bytes"):
-            family = GaugeMetricFamily(
-                f"kvmosaic_model_{name}", f"{_words(name)} per model", labels=["model", "namespace"]
-            )
-            for model in self._report["models"]:
-                family.add_metric([model["model"], model["namespace"]], model[name])
-            yield family
+        for name in ("objects", "bytes", "leases"):
+            yield self._per_model(GaugeMetricFamily, name)
+        for name in ("lookups", "hits", "hit_chunks"):
+            yield self._per_model(CounterMetricFamily, name)
+
+    def _per_model(self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str) -> Metric:
+        family = kind(f"kvmosaic_model_{name}", f"{_words(name)} of a model", labels=["model", "namespace"])
+        for model in self._report["models"]:
+            family.add_metric([model["model"], model["namespace"]], model[name])
+        return family
 
 
 def _words(name: str) -> str:

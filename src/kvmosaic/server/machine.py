@@ -27,14 +27,14 @@ class Memory:
 
 def read_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
     """What this process can use now."""
-    meminfo = {name: int(value.split()[0]) << 10 for name, value in _fields(proc / "meminfo", ":")}
-    limits = [Memory(meminfo["MemTotal"], meminfo["MemAvailable"], "this machine")]
+    kib = {name: value.split()[0] for name, value in _fields(proc / "meminfo", ":")}
+    limits = [Memory(int(kib["MemTotal"]) << 10, int(kib["MemAvailable"]) << 10, "this machine")]
     for directory, names in _memory_cgroups(proc, cgroups):
         limit, used = _number(directory / names[0]), _number(directory / names[1])
         if limit is None or used is None:
             continue
         # Page cache counts as used, but gives way.
-        cache = sum(int(v) for n, v in _fields(directory / "memory.stat", None) if n == names[2])
+        cache = sum(int(v) for n, v in _fields(directory / "memory.stat", " ") if n == names[2])
         limits.append(Memory(limit, max(0, limit - used + cache), f"the cgroup {directory}"))
     total = min(limits, key=lambda memory: memory.total_bytes)
     return Memory(total.total_bytes, min(m.available_bytes for m in limits), total.limited_by)
@@ -78,14 +78,14 @@ def _number(path: Path) -> int | None:
     return int(lines[0]) if lines and lines[0].isdecimal() else None
 
 
-def _fields(path: Path, separator: str | None) -> Iterator[tuple[str, str]]:
+def _fields(path: Path, separator: str) -> Iterator[tuple[str, str]]:
     for line in _lines(path):
-        name, _, value = line.partition(separator or " ")
+        name, _, value = line.partition(separator)
         yield name, value
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return [line for line in path.read_text().splitlines() if line]
     except OSError:
         return []
