@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvmosaic.client import Attachment, SchedulerClient, SchedulerSession
-from kvmosaic.core.types import BootId, Outcome, ReservationId
+from kvmosaic.core.types import EXTENT, BootId, Outcome, ReservationId
 from kvmosaic.engines.plans import BlockIds, CopyPlan, LoadPlan, StorePlan
 from kvmosaic.engines.vllm.options import Options
 from kvmosaic.engines.vllm.plans import ConnectorMeta, WorkerReport
@@ -28,6 +28,7 @@ from tests.serving import ServerProcess, wait_until
 pytestmark = pytest.mark.slow
 
 NUM_CHUNKS = 2
+SHIFT = 40  # from the blocks that are stored to those that are loaded into
 DIGESTS = b"".join(bytes([number]) * 32 for number in range(1, NUM_CHUNKS + 1))
 
 
@@ -66,7 +67,7 @@ class Engine:
         assert reserved is not None
         assert set(reserved.outcomes) == {Outcome.GRANTED}
         counts = np.frombuffer(reserved.extent_counts, dtype="<u4")
-        ends = np.concatenate(([0], np.cumsum(counts))) * 16
+        ends = np.concatenate(([0], np.cumsum(counts.astype(np.int64)))) * EXTENT.size
         copies, numbers = [], []
         for group, objects in enumerate(object_groups):
             mine = np.arange(NUM_CHUNKS, dtype=np.int64) * len(object_groups) + group
@@ -174,18 +175,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Engine] = []
 
     def build(name: str) -> Engine:
-        plan = plan_model(MODELS[name], tmp_path / "model")
+        model = MODELS[name]
+        plan = plan_model(replace(model, num_blocks=max(2 * SHIFT, model.num_blocks)), tmp_path / "model")
         started.append(Engine(plan, tmp_path / "server.sock"))
         return started[-1]
 
     yield build
     for engine in started:
         engine.close()
-
-
-def shift(name: str) -> int:
-    """From the blocks that are stored to those that are loaded into."""
-    return (MODELS[name].num_blocks - 1) // 2
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -197,8 +194,8 @@ def test_pages_come_back_from_the_server_bit_by_bit(server: ServerProcess, start
     check_geometry(engine.attach().geometry, engine.plan.vllm_config, engine.plan.scheduler)
     fill(engine.plan)
     assert set(engine.store(engine.plan_store(1))) == {1}
-    load = engine.plan_load(1 + shift(name))
-    source = replace(load, copies=tuple(moved(copies, -shift(name)) for copies in load.copies))
+    load = engine.plan_load(1 + SHIFT)
+    source = replace(load, copies=tuple(moved(copies, -SHIFT) for copies in load.copies))
     assert pages(engine, load) != pages(engine, source)
     assert engine.load(load, busy) == set()
     assert pages(engine, load) == pages(engine, source)
@@ -225,13 +222,13 @@ def test_loads_of_a_lost_server_fail_and_the_next_server_is_used(server: ServerP
     fill(engine.plan)
     stale_store = engine.plan_store(1)
     engine.store(stale_store)
-    stale = engine.plan_load(20)
+    stale = engine.plan_load(1 + SHIFT)
     server.kill()
     wait_until(lambda: all(worker._attachment() is None for worker in engine.workers))
     before = [raw(kv_caches).clone() for kv_caches in engine.plan.kv_caches]
     assert engine.load(stale, busy=True) == {"r"}
     assert all((raw(now) == then).all() for now, then in zip(engine.plan.kv_caches, before, strict=True))
-    server.process = server._start()
+    server.restart()
     began_s = time.monotonic()
     new_boot = engine.attach(other_than=stale.boot_id).boot_id
     assert time.monotonic() - began_s < 2.0
@@ -242,7 +239,7 @@ def test_loads_of_a_lost_server_fail_and_the_next_server_is_used(server: ServerP
         assert report is not None
         assert set(report.stored[stale_store.reservation][1]) == {0}
     engine.store(engine.plan_store(1))
-    load = engine.plan_load(20)
+    load = engine.plan_load(1 + SHIFT)
     assert load.boot_id == new_boot
     assert engine.load(load, busy=True) == set()
 
@@ -251,7 +248,7 @@ def test_sleeping_pages_are_neither_read_nor_written(server: ServerProcess, star
     engine = start("Llama")
     fill(engine.plan)
     engine.store(engine.plan_store(1))
-    load = engine.plan_load(20)
+    load = engine.plan_load(1 + SHIFT)
     for worker in engine.workers:
         worker.unregister_kv_caches()
         worker.unregister_kv_caches()
@@ -267,8 +264,10 @@ def test_a_worker_that_registers_again_is_served_again(server: ServerProcess, st
     engine = start("Llama")
     boot, epoch = engine.attach().boot_id, engine.attach().epoch
     engine.workers[0].register_kv_caches(engine.plan.kv_caches[0])
-    wait_until(lambda: (engine.client.begin_step() or engine.attach()).epoch > epoch)
+    # The scheduler learns it from the next answer.
+    wait_until(lambda: engine.client.begin_step() and engine.client.lookup("x", 0, 32, DIGESTS))
     assert engine.attach().boot_id == boot
+    assert engine.attach().epoch > epoch
     fill(engine.plan)
     assert set(engine.store(engine.plan_store(1))) == {1}
 
