@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvmosaic.cache.cache import Cache
 from kvmosaic.cache.values import Chain, Hit, Miss, Reservation
 from kvmosaic.core.types import EngineKey, Kind, Namespace
+from kvmosaic.layout.fold import fold
 from kvmosaic.layout.groups import Geometry, ObjectGroup
 from kvmosaic.memory.extents import ExtentPool
 
@@ -71,11 +72,17 @@ def look(
     return cache.lookup(engine, request, SPACE, first, digests(prompt)[first:], now)
 
 
-def boundary_of(cache: Cache, prompt: str, now: float = 0.0) -> int:
-    """The boundary a prompt hits at, 0 for none, without keeping the lease."""
-    answer = look(cache, prompt, request="probe", now=now)
-    cache.release(ENGINE, "probe")
-    return answer.boundary if isinstance(answer, Hit) else 0
+def use(cache: Cache, prompt: str, now: float) -> None:
+    """Hit and release."""
+    assert isinstance(look(cache, prompt, now=now), Hit)
+    cache.release(ENGINE, "request")
+
+
+def boundary_of(cache: Cache, prompt: str) -> int:
+    """The boundary that can be served, 0 for none, whatever may be leased; uses nothing."""
+    index = cache._indexes[SPACE]
+    present = [entry.present for entry in index.find(digests(prompt), 0)]
+    return fold(present, 0, index.geometry.object_groups, len(prompt) - index.shape.lookahead_chunks)[0]
 
 
 def objects_of(cache: Cache) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvmosaic.cache.cache import Cache
 from kvmosaic.cache.values import Chain
@@ -23,54 +23,60 @@ GEOMETRIES = {
     Namespace(b"states"): geometry_of(object_group(Kind.STATE, 1, 3 * QUANTUM + 1)),
 }
 
-NAMESPACES = st.sampled_from(list(GEOMETRIES))
+SPACES = st.sampled_from([0, 0, 0, 1])
 ENGINES = st.sampled_from([EngineKey("engine"), EngineKey("other"), EngineKey("third")])
 REQUESTS = st.sampled_from(["first", "second", "third"])
-# Long common prefixes, few letters: chains that meet, part and hold each other.
-PROMPTS = st.one_of(
-    st.text("ab", min_size=1, max_size=4),
-    st.builds(lambda head, tail: "abbaabba"[:head] + tail, st.integers(0, 8), st.text("ab", min_size=1, max_size=3)),
-)
+TAILS = st.one_of(st.just(""), st.text("ab", max_size=4))
 
 
 class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.model = Model(GEOMETRIES)
 
-    @initialize(quanta=st.integers(6, 40))
-    def start(self, quanta: int) -> None:
+    @initialize(quanta=st.integers(8, 60), order=st.permutations(list(GEOMETRIES)))
+    def start(self, quanta: int, order: list[Namespace]) -> None:
+        self.spaces = order[:2]
         self.pool = ExtentPool(quanta * QUANTUM, QUANTUM)
-        self.pool.grow(quanta // 2 * QUANTUM)
+        self.pool.grow(quanta * QUANTUM * 2 // 3)
         self.cache = Cache(self.pool)
         for namespace, geometry in GEOMETRIES.items():
             self.cache.open(namespace, geometry)
-        self.model = Model(GEOMETRIES)
 
-    @rule(engine=ENGINES, namespace=NAMESPACES, data=st.data(), prompts=st.lists(PROMPTS, min_size=1, max_size=2))
-    def reserve(self, engine: EngineKey, namespace: Namespace, data: st.DataObject, prompts: list[str]) -> None:
+    @rule(engine=ENGINES, space=SPACES, data=st.data(), num_chains=st.integers(1, 2))
+    def reserve(self, engine: EngineKey, space: int, data: st.DataObject, num_chains: int) -> None:
+        namespace = self.spaces[space]
+        prompts = [self.prompt(data, namespace) for _ in range(num_chains)]
         chains = [data.draw(chains_of(prompt, GEOMETRIES[namespace])) for prompt in prompts]
         answer = self.cache.reserve(engine, namespace, chains, self.tick())
         self.model.reserved(engine, namespace, chains, answer, self.cache.take_effects())
 
-    @rule(engine=ENGINES, namespace=NAMESPACES, prompt=PROMPTS)
-    def store(self, engine: EngineKey, namespace: Namespace, prompt: str) -> None:
+    @rule(engine=ENGINES, space=SPACES, data=st.data())
+    def store(self, engine: EngineKey, space: int, data: st.DataObject) -> None:
+        namespace = self.spaces[space]
+        prompt = self.prompt(data, namespace)
         everything = (1 << len(GEOMETRIES[namespace].object_groups)) - 1
         chain = Chain(0, b"", digests(prompt), [everything] * len(prompt))
         answer = self.cache.reserve(engine, namespace, [chain], self.tick())
         self.model.reserved(engine, namespace, [chain], answer, self.cache.take_effects())
         self.end(engine, answer.id, b"\1" * len(answer.objects))
 
-    @rule(engine=ENGINES, data=st.data())
-    def commit(self, engine: EngineKey, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.model.writers) or [99]))
-        writer = self.model.writers.get(number, Writer("", []))
+    @precondition(lambda self: self.model.writers)
+    @rule(data=st.data(), number=st.sampled_from([0, 0, 0, 99]), engine=st.sampled_from(["", "", "", "other"]))
+    def commit(self, data: st.DataObject, number: int, engine: str) -> None:
+        """Now and then with an id that is not a reservation's, or by an engine that is not the owner."""
+        number = number or data.draw(st.sampled_from(sorted(self.model.writers)))
+        writer = self.model.writers.get(number, Writer("engine", []))
         size = len(writer.objects)
         written = bytes(data.draw(st.lists(st.sampled_from([1, 1, 1, 0]), min_size=size, max_size=size)))
-        self.end(data.draw(st.sampled_from([EngineKey(writer.engine), engine])), number, written)
+        self.end(EngineKey(engine or writer.engine), number, written)
 
-    @rule(engine=ENGINES, request=REQUESTS, namespace=NAMESPACES, prompt=PROMPTS, first=st.integers(0, 3))
-    def lookup(self, engine: EngineKey, request: str, namespace: Namespace, prompt: str, first: int) -> None:
+    @rule(engine=ENGINES, request=REQUESTS, space=SPACES, data=st.data())
+    def lookup(self, engine: EngineKey, request: str, space: int, data: st.DataObject) -> None:
+        namespace = self.spaces[space]
+        prompt = self.prompt(data, namespace)
+        first = min(data.draw(st.sampled_from([0, 0, 0, 1, 2])), len(prompt) - 1)
         asked = digests(prompt)[first:]
         capped = self.cache.stats().counters.capped_leases
         answer = self.cache.lookup(engine, request, namespace, first, asked, self.tick())
@@ -86,18 +92,25 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(engine, request)
         self.model.leases.pop((engine, request), None)
 
-    @rule(engine=ENGINES)
+    @rule(engine=ENGINES, space=SPACES, what=st.integers(0, 11))
+    def bury_or_clear(self, engine: EngineKey, space: int, what: int) -> None:
+        if what == 0:
+            self.bury(engine)
+        elif what == 1:
+            self.clear(self.spaces[space])
+        elif what == 2:
+            self.clear(None)
+
     def bury(self, engine: EngineKey) -> None:
         self.cache.bury(engine)
         self.model.writers = {n: writer for n, writer in self.model.writers.items() if writer.engine != engine}
         self.model.leases = {key: lease for key, lease in self.model.leases.items() if key[0] != engine}
 
-    @rule(namespace=st.one_of(st.none(), NAMESPACES))
     def clear(self, namespace: Namespace | None) -> None:
         self.model.cleared([namespace] if namespace else list(GEOMETRIES), self.cache.clear(namespace))
         assert all(isinstance(effect, Evicted) for effect in self.cache.take_effects())
 
-    @rule(quanta=st.integers(1, 40))
+    @rule(quanta=st.integers(1, 60))
     def grow(self, quanta: int) -> None:
         self.pool.grow(quanta * QUANTUM)
 
@@ -126,6 +139,11 @@ class CacheMachine(RuleBasedStateMachine):
         effects = self.cache.take_effects()
         assert len(effects) == visible
         assert all(isinstance(effect, Stored) for effect in effects)
+
+    def prompt(self, data: st.DataObject, namespace: Namespace) -> str:
+        """A known prompt or a new one, with a tail: chains that meet, part and hold each other."""
+        known = sorted({digest.decode() for space, digest, _ in self.model.present if space == namespace})
+        return data.draw(st.sampled_from([*known, ""])) + data.draw(TAILS) or "a"
 
     def num_bytes(self, key: tuple[Namespace, bytes, int]) -> int:
         return GEOMETRIES[key[0]].object_groups[key[2]].object_bytes

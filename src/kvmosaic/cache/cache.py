@@ -39,7 +39,7 @@ class Cache:
     def __init__(self, pool: ExtentPool, policy: str = "LRU") -> None:
         self._pool = pool
         self._indexes: dict[Namespace, Index] = {}
-        self._leases = Leases(pool.capacity_bytes)
+        self._leases = Leases()
         self._reservations = Reservations()
         self._evictor = Evictor(POLICIES[policy]())
         self._counters = Counters()
@@ -72,7 +72,8 @@ class Cache:
         limit = first_chunk + len(digests) - index.shape.lookahead_chunks
         boundary, full_chunks = fold(present, first_chunk, groups, limit)
         while boundary > first_chunk:
-            allowed = self._leases.take(engine, request, entries[boundary - first_chunk - 1])
+            tail = entries[boundary - first_chunk - 1]
+            allowed = self._leases.take(engine, request, tail, self._pool.usable_bytes)
             if allowed == boundary:
                 break
             self._counters.capped_leases += 1
@@ -141,8 +142,8 @@ class Cache:
                 self._show(index, entry, g, extents)
             else:
                 self._pool.free(extents)
-        self._settle_written(held, now)
         visible = len(written) - written.count(0)
+        self._settle_written(held, visible, now)
         self._counters.committed_objects += visible
         self._counters.aborted_objects += len(written) - visible
         return visible
@@ -303,11 +304,11 @@ class Cache:
                 return True
             leaf = parent
 
-    def _settle_written(self, held: Held, now: float) -> None:
+    def _settle_written(self, held: Held, visible: int, now: float) -> None:
         """Tell the evictor about entries that a reservation has ended for, and remove those left empty."""
         entries = dict.fromkeys(entry for entry, _, _ in held.objects)
         for entry in entries:
-            if entry.child is None:
+            if visible and entry.child is None:
                 self._evictor.use(entry, now)
             self._evictor.nominate(entry, 1)
             if entry.parent is not None and entry.parent not in entries:

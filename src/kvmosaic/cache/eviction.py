@@ -18,7 +18,7 @@ class Policy(Protocol):
     """Gives an entry its stamp; the leaf with the lowest one goes first."""
 
     def stamp(self, entry: Entry, now: float) -> float:
-        """Return the stamp of an entry that is being used."""
+        """Return the stamp of an entry that is used; never lower than the one it has."""
 
 
 class LRU:
@@ -45,7 +45,7 @@ class Evictor:
 
     def use(self, entry: Entry, now: float) -> None:
         """The chain up to this entry was used."""
-        entry.stamp = max(entry.stamp, self._policy.stamp(entry, now))
+        entry.stamp = self._policy.stamp(entry, now)
 
     def offer(self, entry: Entry) -> None:
         """This entry may have become an evictable leaf."""

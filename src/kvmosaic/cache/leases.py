@@ -1,8 +1,8 @@
 """Who reads and who writes: leases by (engine, request), reservations by id. Bookkeeping only, frees nothing.
 
 A lease pins the path from the root to its last chunk. An entry is pinned once, however many leases need it, and its
-bytes are charged to the lease that pinned it: one engine may pin at most half of the arena and all of them together
-three quarters, so that a stopped engine cannot hold it all.
+bytes are charged to the lease that pinned it: one engine may pin at most half of what the arena has and all of them
+together three quarters, so that a stopped engine cannot hold it all.
 """
 
 from __future__ import annotations
@@ -35,21 +35,19 @@ class Held:
 class Leases:
     """Leases and the bytes they pin."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self) -> None:
         self.pinned_bytes = 0
-        self._engine_cap = capacity_bytes // 2
-        self._total_cap = capacity_bytes // 4 * 3
         self._leases: dict[tuple[EngineKey, str], Lease] = {}
         self._charged: Counter[EngineKey] = Counter()
 
-    def take(self, engine: EngineKey, request: str, tail: Entry) -> int:
+    def take(self, engine: EngineKey, request: str, tail: Entry, arena_bytes: int) -> int:
         """Lease the path to `tail` for a request that has no lease; return the boundary after it.
 
         A smaller boundary means that nothing was leased, and that the caps allow no path longer than that.
         """
         assert (engine, request) not in self._leases, "one lease per request"
         charged = _pin(tail)
-        room = min(self._engine_cap - self._charged[engine], self._total_cap - self.pinned_bytes)
+        room = min(arena_bytes // 2 - self._charged[engine], arena_bytes * 3 // 4 - self.pinned_bytes)
         if charged > room:
             return _shorten(_unpin(tail), room)
         self._leases[engine, request] = Lease(tail, charged)
