@@ -11,8 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
+
+import pytest
 
 from kvmosaic.client import Connection
 from kvmosaic.errors import ServerLost
@@ -90,11 +93,14 @@ class ServerProcess:
         return self._log.read_text()
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.send(signal.SIGCONT)
         self.kill()
 
     def _answers(self) -> bool:
@@ -117,6 +123,12 @@ class EngineProcess:
             flag = "--" + name.replace("_", "-")
             command += [flag] if value is True else [flag, str(value)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def wait_ready(self) -> None:
+        """Until every half in it is attached."""
+        if not self.ask("wait_ready"):
+            self.kill()
+            pytest.fail("the fake engine was not attached in time")
 
     def ask(self, name: str, **arguments: object) -> Any:
         """Carry out a command."""
@@ -149,11 +161,9 @@ class EngineProcess:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
 
     def __enter__(self) -> Self:
         return self

@@ -101,11 +101,11 @@ class FakeRank:
 
         def run() -> None:
             with self._copying(plan) as attachment:
-                running.set()
                 while attachment is not None and not self._release_copy.wait(0.001):
                     for _, _, _, target in self._pieces(attachment, plan):
                         for piece in target:
                             piece[:] = 0xEE
+                    running.set()
 
         threading.Thread(target=run, daemon=True).start()
         assert running.wait(ATTACH_TIMEOUT_S)
@@ -113,6 +113,11 @@ class FakeRank:
     def release_copy(self) -> None:
         """Let the held copy end."""
         self._release_copy.set()
+
+    def num_copies(self) -> int:
+        """How many copies run."""
+        with self._changed:
+            return self._num_copies
 
     @contextmanager
     def _copying(self, plan: Plan) -> Iterator[Attachment | None]:
@@ -222,6 +227,7 @@ class FakeEngine:
             "count_wrong": self.count_wrong,
             "hold_copy": lambda plan: self._ranks[0].hold_copy(plan),
             "release_copy": lambda: self._ranks[0].release_copy(),
+            "copies": lambda: self._ranks[0].num_copies(),
             "shut_sockets": self.shut_sockets,
             "fork": fork,
             "close": self.close,
