@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 from kvmosaic.cache import values
 from kvmosaic.cache.cache import Cache
-from kvmosaic.cache.values import pack_objects, split_digests
+from kvmosaic.cache.values import PackedDigests, pack_objects
 from kvmosaic.core.types import BootId, EngineKey, Namespace, ReservationId
 from kvmosaic.errors import Refused, RemoteProtocolError
 from kvmosaic.layout.groups import Geometry
@@ -264,16 +264,14 @@ def _ready_geometry(engine: Engine, epoch: int) -> Geometry | None:
     return engine.geometry if engine.ready and epoch == engine.epoch else None
 
 
-def _digests(packed: bytes, digest_bytes: int, first_chunk: int) -> list[bytes]:
-    if digest_bytes <= 0 or len(packed) % digest_bytes or first_chunk < 0:
-        raise RemoteProtocolError(
-            f"{len(packed)} bytes from chunk {first_chunk} on are no sequence of digests of {digest_bytes} bytes"
-        )
-    return split_digests(packed, digest_bytes)
+def _digests(packed: bytes, digest_bytes: int, first_chunk: int) -> PackedDigests:
+    if first_chunk < 0:
+        raise RemoteProtocolError(f"chunk {first_chunk} does not exist")
+    return PackedDigests(packed, digest_bytes)
 
 
 def _chain(chain: wire.Chain) -> values.Chain:
-    digests = _digests(chain.digests, chain.digest_bytes, chain.first_chunk)
+    digests = _digests(chain.digests, chain.digest_bytes, chain.first_chunk)[:]
     if len(chain.wanted) != 4 * len(digests):
         raise RemoteProtocolError(f"{len(chain.wanted)} bytes of wanted objects for {len(digests)} chunks")
     if (chain.first_chunk == 0) != (chain.parent == b""):
