@@ -88,7 +88,7 @@ def vllm_config(folder: Path, connector: dict[str, Any], budget: int, block: int
         ),
         cache_config=CacheConfig(block_size=16, enable_prefix_caching=True, num_gpu_blocks_override=num_blocks),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=64,
+            max_num_seqs=min(64, budget),
             max_num_batched_tokens=budget,
             max_model_len=4096,
             enable_chunked_prefill=True,

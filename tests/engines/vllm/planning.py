@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
@@ -26,6 +26,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
+
+try:  # vLLM 0.33 plans the groups of all ranks first
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+except ImportError:
+    get_global_kv_cache_groups = None
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 BF16, FP8 = torch.bfloat16, torch.uint8
 LLAMA = {
@@ -210,9 +216,9 @@ def plan_model(model: Model, folder: Path, **connector: Any) -> Plan:
     every = [spec for specs in model.specs for spec in specs.values()]
     config.cache_config.kv_cache_layout = None
     resolve_kv_cache_layout(config, [list(model.layouts)] * len(model.specs), every)
-    workers = kv_cache_utils.get_kv_cache_configs(
-        config, [dict(specs) for specs in model.specs], [1 << 40] * len(model.specs)
-    )
+    copies = [dict(specs) for specs in model.specs]  # the planners change what they are given
+    groups = [get_global_kv_cache_groups(config, copies)] if get_global_kv_cache_groups else []
+    workers = get_kv_cache_configs(config, copies, [1 << 40] * len(copies), *groups)
     return finish(config, workers)
 
 
@@ -254,6 +260,7 @@ def vllm_config(folder: Path, model: Model, **connector: Any) -> VllmConfig:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
         ),
+        device_config=DeviceConfig(device="cpu"),  # not found out for a version without a CPU build
         kv_transfer_config=KVTransferConfig(
             kv_connector="MosaicConnector",
             kv_connector_module_path="kvmosaic.engines.vllm.connector",

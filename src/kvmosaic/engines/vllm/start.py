@@ -45,9 +45,10 @@ def start_scheduler(options: Options, vllm_config: Any, kv_cache_config: Any) ->
             f"kvmosaic.required is true, but no server was ready on {options.socket} within {REQUIRED_S:.0f} s; "
             f"start one with: kvmosaic server --l1-size-gb SIZE --socket {options.socket}"
         )
-    if session.refusal is not None:
+    refusal = session.refusal
+    if refusal is not None:
         session.close()
-        raise Refused(session.refusal)
+        raise Refused(refusal)
     if state is not State.READY:
         logger.warning("kvmosaic: no server on %s yet; the engine runs without it until one is", options.socket)
     client = SchedulerClient(session, budget_s=options.lookup_timeout_ms / 1000)
@@ -64,16 +65,20 @@ def listens(options: Options) -> bool:
 
 
 def autostart(options: Options, size_gb: float) -> None:
-    """Start a server that outlives this engine and ends some time after its last one; two starters are harmless."""
+    """Start a server that outlives this engine and ends some time after its last one; two starters are harmless.
+
+    A shell in between makes it nobody's child, so it leaves no zombie in a long-lived engine.
+    """
     command = [sys.executable, "-m", "kvmosaic", "server", "--l1-size-gb", f"{size_gb:g}", "--http", "off"]
     command += ["--socket", str(options.socket), "--exit-when-idle-s", str(LINGER_S)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    log = options.socket.with_suffix(".log")
+    options.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    detach = ["sh", "-c", '"$@" </dev/null >>"$0" 2>&1 &', str(log)]
+    subprocess.run([*detach, *command], check=True, start_new_session=True)
     deadline = time.monotonic() + AUTOSTART_S
     while not listens(options):
-        if process.poll() is not None or time.monotonic() > deadline:
-            logger.error("kvmosaic.autostart: the server did not start: %s", " ".join(command))
+        if time.monotonic() > deadline:
+            logger.error("kvmosaic.autostart: no server on %s after %g s; see %s", options.socket, AUTOSTART_S, log)
             return
         time.sleep(0.02)
-    logger.info("kvmosaic.autostart: started a server of %g GB on %s", size_gb, options.socket)
+    logger.info("kvmosaic.autostart: a server of %g GB listens on %s; its log is %s", size_gb, options.socket, log)
