@@ -259,8 +259,9 @@ def test_a_worker_that_lost_its_socket_declares_again_only_after_its_copy(server
         lose_socket(halves)
         wait_until(lambda: not server.status()["engines"][0]["ready"], "the server has noticed")
         assert halves.scheduler.ask("lookup", request="r", seed=1, count=1, first=0) is None
+        with start(server, "later"):
+            assert holds(server)["sessions"] == 3, "without the worker, although another engine has come and is served"
         assert halves.worker.ask("attachments") == [None]
-        assert not server.status()["engines"][0]["ready"]
         halves.worker.ask("release_copy")
         halves.worker.wait_ready()
         halves.scheduler.wait_ready()
