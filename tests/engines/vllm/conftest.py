@@ -22,7 +22,11 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     built: list[ModelledEngine] = []
 
     def build(model: str, **options: Any) -> ModelledEngine:
-        connector = {"kvmosaic.socket": str(tmp_path / "server.sock"), "kvmosaic.model_tag": model}
+        connector = {
+            "kvmosaic.socket": str(tmp_path / "server.sock"),
+            "kvmosaic.model_tag": model,
+            "kvmosaic.lookup_timeout_ms": 2000,  # a busy machine must not turn a hit into a miss
+        }
         connector |= options.pop("connector", {})
         built.append(ModelledEngine(tmp_path / model.replace(" ", "-"), MODELS[model](), connector, **options))
         return built[-1]

@@ -27,6 +27,9 @@ from kvmosaic.protocol.messages import Hit
 
 logger = logging.getLogger(__name__)
 
+OWED_CLEAR_S = 0.01
+"""How long a step waits for a clear that was asked for while there was no server."""
+
 OWED_DEADLINE_S = 30.0
 """How long an idle engine keeps stepping for a rank's report; a later report still counts."""
 
@@ -278,7 +281,7 @@ class SchedulerHalf:
         if self._attachment is None:
             return None
         if self._clear_owed:
-            self._clear_owed = not self._client.clear()
+            self._clear_owed = not self._client.clear(OWED_CLEAR_S)
         self._check_geometry(self._attachment.geometry)
         return None if self._foreign or self._clear_owed else self._attachment.geometry
 
