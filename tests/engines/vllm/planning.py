@@ -269,4 +269,5 @@ def vllm_config(folder: Path, model: Model, **connector: Any) -> VllmConfig:
         ),
     )
     config.cache_config.block_size = model.block
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
     return config

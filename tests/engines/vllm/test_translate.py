@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -242,6 +243,38 @@ def test_attention_is_served_without_the_engines_own_prefix_cache(folder: Path) 
     plan = plan_model(MODELS["Llama"], folder)
     plan.vllm_config.cache_config.enable_prefix_caching = False
     assert compose_all(plan).groups == (Group(FULL, 16),)
+
+
+def speculate(plan: Plan, flagged: set[int], **config: Any) -> None:
+    """A draft model as far as the configuration goes; vLLM's own needs a checkpoint of one."""
+    fields = {"method": "eagle3", "num_speculative_tokens": 2, "draft_model_config": None, **config}
+    drop = fields.pop("drop", True)
+    plan.vllm_config.speculative_config = SimpleNamespace(**fields, use_eagle_block_drop=lambda: drop)
+    for config_of_one in (*plan.workers, plan.scheduler):
+        for number, group in enumerate(config_of_one.kv_cache_groups):
+            group.is_eagle_group = number in flagged
+
+
+@pytest.mark.parametrize(
+    ("flagged", "config", "expected"),
+    [
+        ({1}, {}, {1}),
+        (set(), {}, {0, 1}),  # vLLM then drops a block of every group
+        ({1}, {"drop": False}, set()),
+    ],
+)
+def test_groups_with_draft_layers_are_flagged(
+    folder: Path, flagged: set[int], config: dict[str, Any], expected: set[int]
+) -> None:
+    plan = plan_model(MODELS["gpt-oss"], folder)
+    plain = compose_all(plan)
+    speculate(plan, flagged, **config)
+    geometry = compose_all(plan)
+    assert {number for number, group in enumerate(geometry.groups) if group.draft} == expected
+    assert geometry.groups == groups_of(plan.vllm_config, plan.scheduler)
+    assert geometry.namespace != plain.namespace
+    speculate(plan, flagged, **config, num_speculative_tokens=3)
+    assert compose_all(plan).namespace != geometry.namespace
 
 
 # Refusals.

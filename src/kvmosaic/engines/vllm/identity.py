@@ -26,8 +26,6 @@ from vllm.version import __version_tuple__
 from kvmosaic.engines.copying import PageMap
 from kvmosaic.engines.vllm.options import Options
 
-FORMAT_VERSION = "1"
-
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # A safetensors header starts with its length; tensors' names, shapes and offsets follow.
 _HEADER_BYTES = 1 << 20
@@ -38,7 +36,6 @@ def describe_engine(options: Options, vllm_config: VllmConfig, kv_cache_config: 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     multimodal = getattr(model, "multimodal_config", None)
     identity = {
-        "format": FORMAT_VERSION,
         "vllm": ".".join(str(part) for part in __version_tuple__[:2]),
         "machine": platform.machine(),
         "model": options.model_tag or _model_location(model),
@@ -96,13 +93,14 @@ def weights_fingerprint(model: ModelConfig, load_format: object) -> str:
     directory = _model_directory(model)
     if directory is None:
         return f"revision {model.revision}"
-    files = sorted(path for path in directory.rglob("*") if path.suffix in _WEIGHT_SUFFIXES)
+    files = sorted(path for path in directory.rglob("*") if path.suffix in _WEIGHT_SUFFIXES and path.is_file())
     return _digest([(str(path.relative_to(directory)), *_file_facts(path)) for path in files])
 
 
 def _model_location(model: ModelConfig) -> str:
-    path = Path(model.model)
-    return str(path.resolve()) if path.exists() else str(model.model)
+    """Where the user said that the weights are; for an object store, `model` is a temporary copy of the rest."""
+    name = getattr(model, "model_weights", "") or str(model.model)
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def _model_directory(model: ModelConfig) -> Path | None:
