@@ -72,6 +72,7 @@ def test_an_http_address_is_off_or_host_and_port() -> None:
     assert parse_http("off") is None
     assert parse_http("0.0.0.0:80") == HttpAddress("0.0.0.0", 80)
     assert parse_http("[::1]:80") == HttpAddress("::1", 80)
+    assert str(HttpAddress("::1", 80)) == "[::1]:80"
     for wrong in ("", "80", "localhost", "host:", ":80", "host:x", "host:65536", "host:-1"):
         with pytest.raises(SettingsError, match="--http"):
             parse_http(wrong)

@@ -35,7 +35,8 @@ _STOP_TIMEOUT_S = 2.0
 def bind(address: HttpAddress) -> socket.socket:
     """A listening socket; SettingsError when the address cannot be had."""
     try:
-        return socket.create_server((address.host, address.port))
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        return socket.create_server((address.host, address.port), family=family)
     except OSError as error:
         raise SettingsError(
             f"--http {address} cannot be used: {error.strerror or error}; use another HOST:PORT or --http off"
@@ -47,7 +48,7 @@ class Admin:
 
     def __init__(self, listener: socket.socket, ask_report: AskReport) -> None:
         config = uvicorn.Config(
-            build_app(ask_report), log_level="warning", access_log=False, lifespan="off", loop="asyncio"
+            build_app(ask_report), log_config=None, access_log=False, lifespan="off", loop="asyncio"
         )
         self._listener = listener
         self._server = uvicorn.Server(config)

@@ -28,7 +28,7 @@ from kvmosaic.server.loop import Loop
 from kvmosaic.server.machine import check_size, read_memory
 from kvmosaic.server.prefault import Prefault
 from kvmosaic.server.service import Service
-from kvmosaic.settings import ServerSettings
+from kvmosaic.settings import HttpAddress, ServerSettings
 
 _log = logging.getLogger("kvmosaic.server")
 
@@ -45,6 +45,7 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
         endpoint = Endpoint(settings.socket)
         stack.callback(endpoint.close)
         arena_fd = arenas.create(settings.l1_bytes)
+        stack.callback(os.close, arena_fd)
         arena = arenas.attach(arena_fd, settings.l1_bytes)
         stack.callback(arena.close)
         service = _build_service(settings)
@@ -58,7 +59,7 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
             server = admin.Admin(http, partial(_ask_report, loop, service))
             server.start()
             stack.callback(server.stop)
-        where = "off" if http is None else "{}:{}".format(*http.getsockname()[:2])
+        where = "off" if http is None else HttpAddress(*http.getsockname()[:2])
         announce(f"kvmosaic server ready: socket={settings.socket} arena={settings.l1_bytes} http={where}")
         loop.run()
         _log.info("ending: sessions are closed")

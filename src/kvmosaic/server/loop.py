@@ -78,9 +78,7 @@ class Loop:
             while not self._stopping:
                 events = self._selector.select(0 if self._backlog else _TICK_S)
                 for key, mask in events:
-                    # An earlier event of this batch may have closed what this one is about.
-                    if self._selector.get_map().get(key.fd) is key:
-                        key.data(mask)
+                    key.data(mask)
                 self._serve_backlog()
                 self._tick(idle=not events)
         finally:
@@ -135,6 +133,8 @@ class Loop:
             self._dismiss(channel, f"uid {process.uid} may not use the server of uid {os.geteuid()}")
 
     def _on_socket(self, channel: Channel, mask: int) -> None:
+        if channel not in self._channels:
+            return  # closed by an earlier event of the same poll
         try:
             if mask & selectors.EVENT_WRITE:
                 self._write(channel)
