@@ -1,12 +1,13 @@
 """Copies against a naive reference: every byte of the pages, of the arena and of what lies between them."""
 
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from kvmosaic.core.types import Kind
+from kvmosaic.engines import copying
 from kvmosaic.engines.copying import PageMap, Run, first_objects
 from kvmosaic.engines.plans import CopyPlan
 from kvmosaic.errors import RemoteProtocolError
@@ -94,7 +95,11 @@ SEEDS = range(12)
 @pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("load", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_copies_move_exactly_the_bytes_of_the_reference(seed: int, load: bool, separate: bool) -> None:
+def test_copies_move_exactly_the_bytes_of_the_reference(
+    seed: int, load: bool, separate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if seed % 2:  # object by object, as a plan of many large ones is copied
+        monkeypatch.setattr(copying, "_SLICE_BYTES", 1)
     fast, slow = Case(seed, separate or seed % 2 == 0), Case(seed, separate or seed % 2 == 0)
     assert everything(fast) == everything(slow)
     for object_group in range(len(fast.geometry.object_groups)):
@@ -174,6 +179,28 @@ def test_a_stopped_copy_says_so() -> None:
     before = everything(case)
     assert not case.copiers[0].store(plan, lambda: True).any()
     assert everything(case) == before
+
+
+def test_a_store_that_is_stopped_midway_counts_whole_objects_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_SLICE_BYTES", 1)
+    monkeypatch.setattr(copying, "_SPANS_PER_LOOK", 1)
+    seen = set()
+    for looks in count():
+        case = Case(4)
+        plan, extents = case.plan(0, nulls=False)
+        left = iter(range(looks))
+        complete = case.copiers[0].store(plan, lambda: next(left, None) is None).tolist()  # noqa: B023  # called at once
+        whole = Case(4)
+        again, _ = whole.plan(0, nulls=False)
+        assert whole.copiers[0].store(again, never).all()
+        object_bytes = case.geometry.object_groups[0].object_bytes
+        for number in np.flatnonzero(complete).tolist():
+            where = object_addresses(extents[number], object_bytes)
+            assert (case.store.bytes[where] == whole.store.bytes[where]).all()
+        seen.add(sum(complete))
+        if all(complete):
+            break
+    assert seen == {0, 1, 2, 3}
 
 
 def test_a_copy_of_nothing_succeeds() -> None:

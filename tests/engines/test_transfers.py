@@ -209,7 +209,7 @@ def test_stores_are_reported_once_with_every_object_of_the_reservation(make: Mak
 def test_beyond_the_budget_states_go_first_and_the_rest_is_dropped(make: Make) -> None:
     bench = make()
     full_bytes, state_bytes = (objects.object_bytes for objects in bench.geometry.object_groups)
-    limited = make(store_bytes_per_step=NUM_OBJECTS * state_bytes + 2 * full_bytes + state_bytes - 1)
+    limited = make(store_bytes_per_step=NUM_OBJECTS * state_bytes + full_bytes + 1)
     limited.transfers.store([limited.store_plan(1), limited.store_plan(2)])
     stored = limited.transfers.take_stored()
     assert stored[ReservationId(1)] == (1, bytes([1, 1, 1, 1, 0, 1, 0, 1]))
@@ -222,6 +222,12 @@ def test_beyond_the_budget_states_go_first_and_the_rest_is_dropped(make: Make) -
     )
     limited.transfers.store([limited.store_plan(3)])
     assert limited.transfers.take_stored()[ReservationId(3)][1].count(1) == 6, "every step has a budget of its own"
+
+
+def test_an_object_larger_than_the_budget_is_stored_alone(make: Make) -> None:
+    bench = make(store_bytes_per_step=1)
+    bench.transfers.store([bench.store_plan()])
+    assert bench.transfers.take_stored()[ReservationId(1)][1].count(1) == 1
 
 
 def test_close_ends_the_thread_and_may_be_repeated(make: Make) -> None:

@@ -174,7 +174,8 @@ class Transfers:
             copies = zip(plan.copies, plan.numbers, strict=True)
             for copy, numbers in sorted(copies, key=lambda pair: not copier.is_state(pair[0])):
                 object_bytes = max(1, copier.part_bytes(copy) // max(1, copy.num_objects))
-                affordable = first_objects(copy, (budget - stored_bytes) // object_bytes)
+                # Rounded up, so that an object larger than the budget is not dropped for ever.
+                affordable = first_objects(copy, -(-max(0, budget - stored_bytes) // object_bytes))
                 complete = copier.store(affordable, lost)
                 written[numbers[: affordable.num_objects]] = complete
                 stored_bytes += copier.part_bytes(affordable)
