@@ -43,13 +43,15 @@ class Connection:
     @classmethod
     def connect(cls, path: Path) -> Connection:
         """ServerLost when nobody listens."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # A server that no longer accepts would let a blocking connect() wait for ever.
-        sock.setblocking(False)
+        sock = None
         try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            # A server that no longer accepts would let a blocking connect() wait for ever.
+            sock.setblocking(False)
             sock.connect(str(path))
         except OSError as error:
-            sock.close()
+            if sock is not None:
+                sock.close()
             raise ServerLost(f"no server at {path}: {error.strerror or error}") from error
         return cls(sock)
 
@@ -81,7 +83,8 @@ class Connection:
     def request(self, message: Request, timeout_s: float, on_late: LateReply | None = None) -> Reply:
         """Send a request (its id is given here) and wait for its reply, `Failed` included.
 
-        Raises DeadlinePassed; a reply that comes later goes to `on_late`, on whichever thread reads it.
+        Raises DeadlinePassed; a reply that comes later goes to `on_late`, on whichever thread reads it. That may
+        post, but not ask.
         """
         reply, fd = self._ask(message, timeout_s, on_late)
         _close_fd(fd)
@@ -153,21 +156,24 @@ class Connection:
             raise DeadlinePassed(f"another request was not answered within {timeout_s:.3f} s")
         try:
             number, frame = self._send_request(message)
-            while True:
-                answer = None
-                for reply, fd in self._read():
-                    if reply.id == number or _is_dismissal(reply):
-                        answer = reply, fd
-                    else:
-                        self._take_late(reply, fd)
-                if answer is not None:
-                    return answer
+            while (answer := self._find_answer(number)) is None:
                 if not self._wait_readable(deadline):
                     if not self._take_back(frame):
                         self._late[number] = on_late
                     raise DeadlinePassed(f"{type(message).__name__} got no answer within {timeout_s:.3f} s")
+            return answer
         finally:
             self._turn.release()
+
+    def _find_answer(self, number: int) -> tuple[Reply, int | None] | None:
+        """Read what is here; all but the answer is late."""
+        answer = None
+        for reply, fd in self._read():
+            if answer is None and (reply.id == number or _is_dismissal(reply)):
+                answer = reply, fd
+            else:
+                self._take_late(reply, fd)
+        return answer
 
     def _send_request(self, message: Request) -> tuple[int, memoryview]:
         with self._sending:
@@ -225,15 +231,14 @@ class Connection:
 
     def _read(self) -> list[tuple[Reply, int | None]]:
         """All replies that are here, each with its descriptor. The caller has the turn."""
-        replies: list[tuple[Reply, int | None]] = []
+        replies: list[Reply] = []
         num_bytes: int | None = _READ_BYTES
         while num_bytes == _READ_BYTES and (num_bytes := self._receive()) is not None:
             if num_bytes == 0 and not replies:
                 raise self._give_up(ServerLost("the server closed the connection"))
-            for reply in self._decode(num_bytes):
-                replies.append((reply, self._fd_of(reply)))
-                self.answered_id = max(self.answered_id, reply.id)
-        return replies
+            replies += self._decode(num_bytes)
+        self.answered_id = max([self.answered_id, *(reply.id for reply in replies)])
+        return [(reply, self._fd_of(reply)) for reply in replies]
 
     def _receive(self) -> int | None:
         """Fill the chunk; 0 at the end of the stream, None when nothing is there."""

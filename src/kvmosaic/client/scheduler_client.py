@@ -66,6 +66,7 @@ class SchedulerClient:
         self._clock = clock
         self._attachment: Attachment | None = None
         self._leases: dict[str, BootId] = {}
+        self._last_failure = ""
 
     @property
     def attachment(self) -> Attachment | None:
@@ -158,32 +159,32 @@ class SchedulerClient:
     def _ask(self, attachment: Attachment, message: Request, on_late: LateReply | None = None) -> Reply | None:
         """None: no answer."""
         began = self._clock()
-        reply = None
         try:
             reply = attachment.connection.request(message, self._patience.allowance_s(began), on_late)
         except DeadlinePassed:
+            now = self._clock()
+            self._patience.gave_up(now - began, now)
             self.counters.deadlines += 1
+            self.counters.waited_s += now - began
+            return None
         except MosaicError as error:
             self._fail(message, str(error))
             self._attachment = None
-        now = self._clock()
-        self.counters.waited_s += now - began
-        if reply is None:
-            self._patience.gave_up(now - began, now)
-        else:
-            self._patience.answered(now - began)
-        self._look_into(attachment, message, reply)
-        return reply
-
-    def _look_into(self, attachment: Attachment, message: Request, reply: Reply | None) -> None:
-        """Some answers concern more than the request."""
+            return None
+        waited_s = self._clock() - began
+        self._patience.answered(waited_s)
+        self.counters.waited_s += waited_s
         if isinstance(reply, NotReady):
             self.counters.outdated += 1
             self._session.outdate(attachment)
             self._attachment = None
         elif isinstance(reply, Failed):
             self._fail(message, reply.reason)
+        return reply
 
     def _fail(self, message: Request, reason: str) -> None:
         self.counters.failures += 1
-        logger.warning("%s failed: %s", type(message).__name__, reason)
+        # A fault that meets every request must not fill the engine's log.
+        if reason != self._last_failure:
+            self._last_failure = reason
+            logger.warning("%s failed: %s", type(message).__name__, reason)
