@@ -32,6 +32,9 @@ from kvmosaic.settings import HttpAddress, ServerSettings
 
 _log = logging.getLogger("kvmosaic.server")
 
+FIRST_STEP_S = 0.5
+"""How long the start waits for the arena's first bytes; on a full machine it goes on without them."""
+
 
 def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; `announce` gets one line when clients may come. SettingsError when it cannot.
@@ -55,6 +58,7 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
         prefault = Prefault(arena, read_memory, lambda mark: loop.post(partial(service.grow, mark)))
         prefault.start()
         stack.callback(prefault.stop)
+        prefault.wait_begun(FIRST_STEP_S)
         if http is not None:
             server = admin.Admin(http, partial(_ask_report, loop, service))
             server.start()

@@ -33,6 +33,7 @@ class Prefault:
         self._read_memory = read_memory
         self._grow = grow
         self._stopping = threading.Event()
+        self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvmosaic-prefault", daemon=True)
 
     def start(self) -> None:
@@ -44,6 +45,10 @@ class Prefault:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
+
+    def wait_begun(self, timeout_s: float) -> bool:
+        """Wait until the first step is resident, so that the first engine finds room."""
+        return self._begun.wait(timeout_s)
 
     def wait_done(self, timeout_s: float) -> bool:
         """Wait until the whole arena is resident."""
@@ -72,6 +77,7 @@ class Prefault:
             if self._has_room(step) and self._populate(mark, step):
                 mark, waiting = mark + step, False
                 self._grow(mark)
+                self._begun.set()
                 yield mark
                 continue
             if not waiting:
