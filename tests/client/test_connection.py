@@ -1,4 +1,5 @@
 import os
+import resource
 import socket
 import threading
 import time
@@ -314,6 +315,16 @@ def test_nobody_listens(tmp_path: Path) -> None:
         with pytest.raises(ServerLost):
             Connection.connect(path)
     assert open_fds() == num_fds
+
+
+def test_no_descriptor_left_is_a_lost_server(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(ServerLost):
+            Connection.connect(tmp_path / "none")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_full_backlog_does_not_block(tmp_path: Path) -> None:

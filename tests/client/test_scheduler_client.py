@@ -229,11 +229,13 @@ def test_not_ready_attaches_again_and_stops_this_step(stage: Stage, ask: str) ->
     assert attachment.epoch == 4
 
 
-def test_a_failed_lookup_is_a_none_and_the_next_goes_on(stage: Stage) -> None:
-    assert stage.lookup(lambda number: Failed(number, "a bug")) is None
-    assert stage.peer.take() == Release(0, "r")
+def test_a_failed_lookup_is_a_none_and_the_next_goes_on(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        assert stage.lookup(lambda number: Failed(number, "a bug")) is None
+        assert stage.peer.take() == Release(0, "r")
     assert isinstance(stage.lookup(miss), Miss)
-    assert stage.client.counters.failures == 1
+    assert stage.client.counters.failures == 3
+    assert caplog.text.count("a bug") == 1
 
 
 def test_the_attachment_of_a_step_does_not_change_within_it(stage: Stage) -> None:
@@ -247,6 +249,7 @@ def test_the_attachment_of_a_step_does_not_change_within_it(stage: Stage) -> Non
     renewed = stage.client.begin_step()
     assert renewed is not None
     assert renewed.boot_id == "boot 2"
+    assert isinstance(stage.lookup(miss), Miss), "a lost connection is no reason to pause"
 
 
 def test_what_belongs_to_a_dead_server_is_dropped(stage: Stage) -> None:
