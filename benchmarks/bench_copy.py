@@ -1,12 +1,13 @@
 """How fast pages move to extents and back, against one warm memcpy of the same bytes on one thread.
 
-    python benchmarks/bench_copy.py [--megabytes 512] [--rounds 7]
+    python benchmarks/bench_copy.py [--megabytes 512] [--rounds 9]
 
-Both are measured in turns and compared by medians, since machines drift. Exits with 1 when a goal is missed.
+Both are measured in turns and compared round by round, since machines drift. Exits with 1 when a goal is missed.
 """
 
 import argparse
 import ctypes
+import mmap
 import os
 import statistics
 import sys
@@ -39,7 +40,9 @@ class Bench:
         kept = max(1, 64 * KIB * 16 // page_bytes)
         num_objects = num_bytes // (LAYERS * kept * page_bytes)
         num_blocks = num_objects * kept + 1
-        self.pages = np.ones(LAYERS * num_blocks * page_bytes, dtype=np.uint8)
+        # Plain memory like the engine's own; numpy would ask for huge pages.
+        self.pages = np.frombuffer(mmap.mmap(-1, LAYERS * num_blocks * page_bytes), dtype=np.uint8)
+        self.pages.fill(1)
         origin = self.pages.ctypes.data
         runs = [Run(origin + layer * num_blocks * page_bytes, page_bytes, page_bytes) for layer in range(LAYERS)]
         page_map = PageMap(runs, num_blocks, range(origin, origin + self.pages.nbytes))
@@ -83,15 +86,15 @@ def seconds(action: Callable[[], None]) -> float:
 
 
 def compare(ours: Callable[[], None], memcpy: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """Median seconds of both; the first round of each is for warming up."""
+    """Our median seconds, and the median over rounds of how fast we were against memcpy; the first warms up."""
     pairs = [(seconds(ours), seconds(memcpy)) for _ in range(rounds + 1)][1:]
-    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
+    return statistics.median(own for own, _ in pairs), statistics.median(other / own for own, other in pairs)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     missed = 0
     for name, page_bytes, neighbours, goal in CASES:
@@ -100,8 +103,8 @@ def main() -> int:
             ("store", bench.store, bench.memcpy_out),
             ("load", bench.load, bench.memcpy_in),
         ):
-            ours_s, memcpy_s = compare(ours, memcpy, options.rounds)
-            ratio, speed = memcpy_s / ours_s, bench.num_bytes / ours_s / 1e9
+            ours_s, ratio = compare(ours, memcpy, options.rounds)
+            speed = bench.num_bytes / ours_s / 1e9
             verdict = "" if ratio >= goal else f"  MISSED: {goal}"
             missed += ratio < goal
             print(f"{name:36} {what:6} {speed:6.2f} GB/s  {ratio:5.2f} of memcpy{verdict}", flush=True)
