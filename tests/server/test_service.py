@@ -201,6 +201,15 @@ def test_an_unusable_chunk_size_is_refused_on_both_sides_with_the_same_words() -
     assert scheduler(service).ask(Attach(2)) == Refusal(2, refusal.reason)
 
 
+def test_a_refusal_is_logged_once_however_often_the_worker_asks(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(make_service(chunk_tokens=256))
+    client.hello("worker")
+    for _ in range(3):
+        client.ask(Declare(2, declaration(block_tokens=784)))
+    assert caplog.text.count("784") > 0
+    assert len(caplog.records) == 1
+
+
 def test_the_same_rank_of_two_live_processes_is_refused_with_both_pids() -> None:
     service = make_service()
     owner = mapped_worker(service)

@@ -66,6 +66,7 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
         where = "off" if http is None else HttpAddress(*http.getsockname()[:2])
         announce(f"kvmosaic server ready: socket={settings.socket} arena={settings.l1_bytes} http={where}")
         loop.run()
+        stopper.unwatch()
         _log.info("ending: sessions are closed")
 
 
@@ -102,6 +103,10 @@ class _Stopper:
         self._loop = loop
         if self._stopping:
             loop.stop()
+
+    def unwatch(self) -> None:
+        """The loop has ended by itself or by us: the next signal finds nothing to end."""
+        self._loop = None
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._stopping:

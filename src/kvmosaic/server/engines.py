@@ -56,6 +56,7 @@ class Engine:
         self.ranks: dict[int, Rank] = {}
         self.geometry: Geometry | None = None
         self.refusal: str | None = None
+        self.logged_refusal: str | None = None
         self.sessions: list[Session] = []
         # A scheduler was here since the last burial, so there may be reservations or leases.
         self.may_hold = False
@@ -149,6 +150,8 @@ class Registry:
         engine, number = _engine_of(session), declaration.rank
         if not 0 <= number < declaration.world:
             raise Refused(f"rank {number} does not exist in a world of {declaration.world}")
+        if session.rank not in (None, number):
+            raise Refused(f"this session declared rank {session.rank} before, and now rank {number}")
         known = engine.ranks.get(number)
         if known is not None and known.process is not session.process:
             if not known.process.is_dead():
@@ -157,8 +160,6 @@ class Registry:
                     f"{session.process} declared it too: give every engine instance an engine id of its own"
                 )
             self.died(known.process)
-        if session.rank not in (None, number):
-            raise Refused(f"this session declared rank {session.rank} before, and now rank {number}")
         self._withdraw(engine, number)
         engine.epoch = next(self._epochs)
         engine.ranks[number] = Rank(declaration, session.process, session, engine.epoch)

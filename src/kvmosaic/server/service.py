@@ -147,7 +147,6 @@ class Service:
             try:
                 self.engines.join(session, hello.role, EngineKey(hello.engine))
             except Refused as refused:
-                _log.warning("%s", refused)
                 return wire.Failed(hello.id, str(refused))
         return wire.Welcome(hello.id, self.boot_id)
 
@@ -160,16 +159,20 @@ class Service:
                 )
             self.engines.declare(session, declare.declaration)
         except Refused as refused:
-            _log.warning("engine %s is refused: %s", engine.key, refused)
-            return wire.Refusal(declare.id, str(refused))
-        finally:
-            self._settle()  # a rank that declares again gives up what it held
+            return self._refuse(engine, declare, str(refused))
+        self._settle()  # a rank that declares again gives up what it held
         if engine.refusal is not None:
-            _log.warning("engine %s is refused: %s", engine.key, engine.refusal)
-            return wire.Refusal(declare.id, engine.refusal)
+            return self._refuse(engine, declare, engine.refusal)
         if engine.geometry is not None:
             self._open(engine, engine.geometry)
         return wire.Attaching(declare.id, engine.declared_ranks(), engine.world)
+
+    def _refuse(self, engine: Engine, declare: wire.Declare, reason: str) -> Reply:
+        # Its workers ask again and again, since the server may be restarted with other settings.
+        if reason != engine.logged_refusal:
+            _log.warning("engine %s is refused: %s", engine.key, reason)
+            engine.logged_refusal = reason
+        return wire.Refusal(declare.id, reason)
 
     def _open(self, engine: Engine, geometry: Geometry) -> None:
         self._cache.open(Namespace(geometry.namespace), geometry)
