@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,16 @@ def start(server: ServerProcess, name: str = "engine", **options: object) -> Eng
     return engine
 
 
+@contextmanager
+def forked(engine: EngineProcess, keep_sockets: bool) -> Iterator[int]:
+    """The pid of a forked child, which lives until the end."""
+    child = engine.ask("fork", keep_sockets=keep_sockets)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_twenty_killed_engines_leave_nothing(server: ServerProcess) -> None:
     def live_and_die(number: int) -> None:
         with EngineProcess(server.socket, f"engine {number}", block_bytes=BLOCK_BYTES) as engine:
@@ -151,36 +162,29 @@ def test_a_living_engine_is_seen_by_the_same_measures(server: ServerProcess) -> 
 
 
 def test_named_shared_memory_would_be_seen() -> None:
-    assert not uses_named_shared_memory(os.getpid())
     with tempfile.NamedTemporaryFile(dir="/dev/shm"):
         assert uses_named_shared_memory(os.getpid())
 
 
 def test_a_forked_child_that_keeps_the_sockets_does_not_hide_the_death(server: ServerProcess) -> None:
-    with start(server) as engine:
+    with start(server) as engine, forked(engine, keep_sockets=True) as child:
         leased(engine)
         plan = reserved(engine)
-        child = engine.ask("fork", keep_sockets=True)
         wait_until(lambda: num_sockets(child) == 2, "the child has closed what it was not told to keep")
         assert holds(server)["leases"] == 1
         engine.kill()
         took_s = wait_until(lambda: holds_nothing(server), "the dead engine's holds are free")
         assert took_s < 2
         assert num_sockets(child) == 2, "the child still holds both"
-    with start(server, "other") as other:
-        other_plan = reserve_all(other, seed=3)
-        assert overlap(plan, other_plan)
-    os.kill(child, signal.SIGKILL)
+        with start(server, "other") as other:
+            assert overlap(plan, reserve_all(other, seed=3))
 
 
 def test_a_forked_child_has_dropped_the_sockets_by_itself(server: ServerProcess) -> None:
-    with start(server) as engine:
-        child = engine.ask("fork", keep_sockets=False)
+    with start(server) as engine, forked(engine, keep_sockets=False) as child:
         wait_until(lambda: num_sockets(child) == 0, "the child has closed its copies")
         assert "kvmosaic-arena" not in Path(f"/proc/{child}/maps").read_text()
         assert engine.ask("store", seed=1, first=0, count=1) == 1, "and the parent does not notice"
-        engine.kill()
-    os.kill(child, signal.SIGKILL)
 
 
 class Halves:
@@ -189,11 +193,16 @@ class Halves:
     def __init__(self, server: ServerProcess) -> None:
         self.scheduler = EngineProcess(server.socket, block_bytes=BLOCK_BYTES, ranks="")
         self.worker = EngineProcess(server.socket, block_bytes=BLOCK_BYTES, no_scheduler=True)
-        self.scheduler.wait_ready()
-        self.plan = reserved(self.scheduler)
-        self.worker.ask("hold_copy", plan=self.plan)
+        self.plan: Any = None
 
     def __enter__(self) -> Halves:
+        try:
+            self.scheduler.wait_ready()
+            self.plan = reserved(self.scheduler)
+            self.worker.ask("hold_copy", plan=self.plan)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
