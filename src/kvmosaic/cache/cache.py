@@ -75,21 +75,11 @@ class Cache:
             tail = entries[boundary - first_chunk - 1]
             allowed = self._leases.take(engine, request, tail, self._pool.usable_bytes)
             if allowed == boundary:
-                break
+                self._evictor.use(tail, now)
+                return _hit(index, first_chunk, entries[: boundary - first_chunk], full_chunks)
             self._counters.capped_leases += 1
             boundary, _ = fold(present, first_chunk, groups, allowed)
-        if boundary <= first_chunk:
-            return Miss(full_chunks)
-        index.hits += 1
-        index.hit_chunks += boundary - first_chunk
-        self._evictor.use(entries[boundary - first_chunk - 1], now)
-        firsts = tuple(needs(group, first_chunk, boundary) for group in groups)
-        packed = [
-            pack_objects([entry.extents[g] for entry in entries[first - first_chunk : boundary - first_chunk]])
-            for g, first in enumerate(firsts)
-        ]
-        extents, counts = zip(*packed, strict=True)
-        return Hit(boundary, full_chunks, firsts, extents, counts)
+        return Miss(full_chunks)
 
     def release(self, engine: EngineKey, request: str) -> None:
         """End the lease of a request, if it has one."""
@@ -101,7 +91,7 @@ class Cache:
             for entry in unpinned:
                 self._free_all(entry)
         else:
-            self._evictor.nominate(tail, _max_reach(tail))
+            self._evictor.nominate(tail, tail.shape.longest_window_chunks)
             self._evictor.offer(tail)
 
     def reserve(self, engine: EngineKey, namespace: Namespace, chains: Sequence[Chain], now: float) -> Reservation:
@@ -164,7 +154,7 @@ class Cache:
         forgotten = sum(sum(index.objects) for index in indexes)
         for index in indexes:
             for entry in index.clear():
-                self._effects += [_evicted(entry, g) for g, extents in enumerate(entry.extents) if extents]
+                self._effects += [_evicted(entry, g) for g, _ in entry.objects()]
                 if not entry.pins:
                     self._free_all(entry)
         self._evictor.sweep()
@@ -209,7 +199,7 @@ class Cache:
         live = [entry for index in self._indexes.values() for entry in index]
         pinned = {entry for tail in self._leases.tails() for entry in tail.path(tail.chunk + 1)}
         forgotten = {entry for entry in pinned if entry.gone}
-        held = [extents for entry in [*live, *forgotten] for extents in entry.extents if extents]
+        held = [extents for entry in [*live, *forgotten] for _, extents in entry.objects()]
         writing: dict[Entry, int] = {}
         for reservation in self._reservations.all():
             held += [extents for _, _, extents in reservation.objects]
@@ -290,9 +280,8 @@ class Cache:
         if leaf is None:
             return False
         while True:
-            for g, extents in enumerate(leaf.extents):
-                if extents:
-                    self._drop(leaf, g)
+            for g, _ in leaf.objects():
+                self._drop(leaf, g)
             parent, stamp = leaf.parent, leaf.stamp
             self._remove(leaf)
             if parent is None:
@@ -312,7 +301,7 @@ class Cache:
                 self._evictor.use(entry, now)
             self._evictor.nominate(entry, 1)
             if entry.parent is not None and entry.parent not in entries:
-                self._evictor.nominate(entry.parent, _max_reach(entry))
+                self._evictor.nominate(entry.parent, entry.shape.longest_window_chunks)
         for entry in entries:
             self._settle(entry)
 
@@ -329,8 +318,9 @@ class Cache:
     def _remove(self, entry: Entry) -> None:
         self._indexes[entry.shape.namespace].remove(entry)
         parent = entry.parent
-        if parent is not None and parent.child is not None:  # prompts may no longer part there
-            self._evictor.nominate(parent, _max_reach(entry))
+        if parent is not None and parent.child is not None and parent.child.next_sibling is None:
+            # Prompts no longer part there.
+            self._evictor.nominate(parent, parent.shape.longest_window_chunks)
 
     def _show(self, index: Index, entry: Entry, g: int, extents: Extents) -> None:
         index.put(entry, g, extents)
@@ -352,19 +342,27 @@ class Cache:
 
     def _free_all(self, entry: Entry) -> None:
         """Free the objects of an entry that has gone and that nobody reads."""
-        for g, extents in enumerate(entry.extents):
-            if extents:
-                self._pool.free(extents)
-                entry.extents[g] = Extents(b"")
+        for _, extents in entry.objects():
+            self._pool.free(extents)
+        entry.extents = []
         entry.present = entry.num_bytes = 0
+
+
+def _hit(index: Index, first_chunk: int, entries: Sequence[Entry], full_chunks: int) -> Hit:
+    """Count and describe a hit on the entries of chunks `first_chunk`, `first_chunk` + 1, …"""
+    index.hits += 1
+    index.hit_chunks += len(entries)
+    boundary = first_chunk + len(entries)
+    firsts = tuple(needs(group, first_chunk, boundary) for group in index.geometry.object_groups)
+    packed = [
+        pack_objects([entry.extents[g] for entry in entries[first - first_chunk :]]) for g, first in enumerate(firsts)
+    ]
+    extents, counts = zip(*packed, strict=True)
+    return Hit(boundary, full_chunks, firsts, extents, counts)
 
 
 def _has_or_gets(entry: Entry, mask: int) -> bool:
     return (entry.present | entry.writing) & mask == mask
-
-
-def _max_reach(entry: Entry) -> int:
-    return max((reach for _, reach in entry.shape.windows), default=0)
 
 
 def _evicted(entry: Entry, g: int) -> Evicted:

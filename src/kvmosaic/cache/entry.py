@@ -30,17 +30,20 @@ class Shape:
     state_mask: int
     windows: tuple[tuple[int, int], ...]
     """(object group, reach in chunks) of each window group."""
+    longest_window_chunks: int
     lookahead_chunks: int
 
     @classmethod
     def of(cls, namespace: Namespace, geometry: Geometry) -> Shape:
         groups = list(enumerate(geometry.object_groups))
+        windows = tuple((g, group.reach_chunks or 1) for g, group in groups if group.kind is Kind.WINDOW)
         return cls(
             namespace=namespace,
             object_bytes=tuple(group.object_bytes for _, group in groups),
             full_mask=sum(1 << g for g, group in groups if group.kind is Kind.FULL),
             state_mask=sum(1 << g for g, group in groups if group.kind is Kind.STATE),
-            windows=tuple((g, group.reach_chunks or 1) for g, group in groups if group.kind is Kind.WINDOW),
+            windows=windows,
+            longest_window_chunks=max((reach for _, reach in windows), default=0),
             lookahead_chunks=max(group.lookahead_chunks for _, group in groups),
         )
 
@@ -113,18 +116,27 @@ class Entry:
             entry = entry.parent
             max_chunks -= 1
 
-    def needs_window(self, reach_chunks: int) -> bool:
-        """Tell whether a boundary within the reach of a window object here may be asked for: after a chunk that ends
-        a prompt, where prompts part, where there is a state, or where a lease ends."""
-        entry = self
-        for _ in range(reach_chunks):
-            child = entry.child
-            if child is None or not child.present or child.next_sibling is not None:
-                return True
-            if entry.leases or entry.present & entry.shape.state_mask:
-                return True
-            entry = child
-        return False
+    @property
+    def may_end_a_hit(self) -> bool:
+        """Whether the boundary after this chunk is likely to be asked for: a prompt ends here, prompts part here, a
+        state is here, or a lease ends here. Window objects elsewhere are of no use."""
+        child = self.child
+        if child is None or not child.present or child.next_sibling is not None:
+            return True
+        return self.leases > 0 or self.present & self.shape.state_mask != 0
+
+    def chunks_to_end(self, max_chunks: int) -> int:
+        """How many chunks further down the nearest one is that may end a hit, at most `max_chunks`."""
+        entry, chunks = self, 0
+        while chunks < max_chunks and not entry.may_end_a_hit:
+            assert entry.child is not None
+            entry = entry.child
+            chunks += 1
+        return chunks
+
+    def objects(self) -> Iterator[tuple[int, Extents]]:
+        """Yield the object group and the extents of each present object."""
+        return ((g, extents) for g, extents in enumerate(self.extents) if extents)
 
     def children(self) -> Iterator[Entry]:
         child = self.child

@@ -55,10 +55,14 @@ class Evictor:
 
     def nominate(self, entry: Entry, max_chunks: int) -> None:
         """Window objects of this entry and its ancestors may have come to lie outside every reach."""
+        to_end = entry.chunks_to_end(entry.shape.longest_window_chunks)
         for ancestor in entry.path(max_chunks):
+            if ancestor.may_end_a_hit:
+                to_end = 0
             for g, reach in ancestor.shape.windows:
-                if ancestor.present >> g & 1 and not ancestor.needs_window(reach):
+                if ancestor.present >> g & 1 and to_end >= reach:
                     self._windows[ancestor, g] = reach
+            to_end += 1
 
     def withdraw(self, entry: Entry, g: int) -> None:
         """An object is absent now."""
@@ -69,7 +73,7 @@ class Evictor:
         while self._windows:
             entry, g = next(iter(self._windows))
             reach = self._windows.pop((entry, g))
-            if not entry.needs_window(reach):
+            if entry.chunks_to_end(reach) >= reach:
                 return entry, g
         return None
 
@@ -99,7 +103,7 @@ class Evictor:
             assert (entry in queued) == entry.queued
             assert entry.queued or not entry.is_evictable, "an evictable leaf would never go"
             for g, reach in entry.shape.windows:
-                outside = entry.present >> g & 1 and not entry.needs_window(reach)
+                outside = entry.present >> g & 1 and entry.chunks_to_end(reach) >= reach
                 assert not outside or (entry, g) in self._windows, "a window object outside every reach would stay"
 
     def _push(self, entry: Entry) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import overload
 
 from kvmosaic.core.types import EXTENT, Extents, Namespace, ReservationId
@@ -91,7 +91,7 @@ class CacheStats:
     leased_bytes: int
     reservations: int
     reserved_bytes: int
-    counters: Counters = field(default_factory=Counters)
+    counters: Counters
 
     @property
     def objects(self) -> int:
@@ -132,8 +132,3 @@ class PackedDigests(Sequence[bytes]):
             return [self._packed[at * size : (at + 1) * size] for at in range(*i.indices(len(self)))]
         at = range(len(self))[i] * size
         return self._packed[at : at + size]
-
-
-def split_digests(packed: bytes, digest_bytes: int) -> list[bytes]:
-    """Cut packed digests of equal length."""
-    return list(PackedDigests(packed, digest_bytes))
