@@ -4,7 +4,8 @@ Owns the recipes, the folder they are cached in, and prompts. Drawing the weight
 kvmosaic.testing.weights, imported only when a checkpoint is missing. Called by the engine tests and by `kvmosaic demo`.
 
 Dummy weights give the same token for every prompt, so a wrong cache goes unseen. These give sharp attention and states that
-decay slowly: what stands a thousand tokens back changes the log-probabilities of the next token by more than rounding does.
+decay slowly: what stands a thousand tokens back changes the log-probabilities of the next token by more than rounding
+does. All experts of a mixture take part, since one that is chosen by a hair would turn rounding into a jump.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _qwen3_next(name: str, value_heads: int) -> Recipe:
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 128,
         "num_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 4,
     }
     return Recipe(name, "Qwen3NextForCausalLM", config, attention_gain=2.2)
 
@@ -118,7 +119,7 @@ RECIPES: Mapping[str, Recipe] = {
                 "model_type": "gpt_oss",
                 "intermediate_size": 64,
                 "num_local_experts": 4,
-                "num_experts_per_tok": 2,
+                "num_experts_per_tok": 4,
                 "sliding_window": 128,
                 "attention_bias": True,
                 "rope_parameters": _YARN,
