@@ -70,11 +70,12 @@ class ServerSettings:
         return int(self.l1_size_gb * 2**10) << 20 if math.isfinite(self.l1_size_gb) else 0
 
 
-def default_socket_path(runtime_dir: str | None, uid: int) -> Path:
-    """Where server and engines of one user meet when nobody says otherwise. `runtime_dir`: $XDG_RUNTIME_DIR."""
-    if runtime_dir:
-        return Path(runtime_dir) / "kvmosaic" / "server.sock"
-    return Path(f"/tmp/kvmosaic-{uid}/server.sock")
+def default_socket_path(chosen: str | None, uid: int) -> Path:
+    """Where server and engines of one user meet when no flag or key says otherwise. `chosen`: $KVMOSAIC_SOCKET.
+
+    Not below $XDG_RUNTIME_DIR, which a service or a container often lacks where a login has it.
+    """
+    return Path(chosen) if chosen else Path(f"/tmp/kvmosaic-{uid}/server.sock")
 
 
 def check_socket_path(path: Path) -> None:

@@ -82,11 +82,11 @@ def test_the_socket_may_come_from_the_environment(
 def test_without_a_server_one_line_says_where_it_was_looked_for(
     kvmosaic: Kvmosaic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("KVMOSAIC_SOCKET", str(tmp_path / "nobody.sock"))
     for command in ("status", "clear"):
         code, out, err = kvmosaic(command)
         assert (code, out) == (2, "")
-        assert str(tmp_path / "kvmosaic" / "server.sock") in err
+        assert str(tmp_path / "nobody.sock") in err
         assert err.count("\n") == 1
 
 

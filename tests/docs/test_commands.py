@@ -50,7 +50,7 @@ class Shell:
         self.environ = {
             **os.environ,
             "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "XDG_RUNTIME_DIR": str(folder),
+            "KVMOSAIC_SOCKET": str(folder / "server.sock"),
             "MODEL": str(checkpoint("llama")),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",

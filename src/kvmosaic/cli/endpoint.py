@@ -20,16 +20,15 @@ TIMEOUT_S = 5.0
 
 def default_socket() -> Path:
     """Where the user's server is when nobody says otherwise."""
-    return default_socket_path(os.environ.get("XDG_RUNTIME_DIR"), os.getuid())
+    return default_socket_path(os.environ.get("KVMOSAIC_SOCKET"), os.getuid())
 
 
 SocketOption = Annotated[
     Path,
     typer.Option(
         "--socket",
-        envvar="KVMOSAIC_SOCKET",
         default_factory=default_socket,
-        show_default="$XDG_RUNTIME_DIR/kvmosaic/server.sock",
+        show_default="$KVMOSAIC_SOCKET, else /tmp/kvmosaic-UID/server.sock",
         help="Unix socket of the server.",
     ),
 ]

@@ -11,6 +11,7 @@ import math
 import os
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ E = TypeVar("E", bound=Exception)
 
 _READ_BYTES = 256 << 10
 _DESCRIPTOR_BYTES = 4
+_UCRED = struct.Struct("3i")  # pid, uid, gid of the peer
 # Requests are taken back, so only one-way messages pile up here, and each of them ends something that the
 # server has granted before. So many of them mean a broken server.
 _OUTBOX_FRAMES = 1 << 16
@@ -71,7 +73,8 @@ class Connection:
         self._outbox: deque[memoryview] = deque()
 
     def hello(self, role: Role, engine: str, timeout_s: float) -> BootId:
-        """Introduce this side. Raises Refused when the server does not talk to it, and DeadlinePassed."""
+        """Introduce this side. Raises Refused when one side does not trust the other, and DeadlinePassed."""
+        self._check_owner()
         match self.request(Hello(0, PROTOCOL, role, engine), timeout_s):
             case Welcome(boot_id=boot_id):
                 return BootId(boot_id)
@@ -79,6 +82,15 @@ class Connection:
                 raise Refused(reason)
             case reply:
                 raise self._give_up(RemoteProtocolError(f"Hello was answered with {type(reply).__name__}"))
+
+    def _check_owner(self) -> None:
+        """Whoever can make the path of the socket first could otherwise feed us bytes of his own."""
+        _, uid, _ = _UCRED.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if uid not in (0, os.geteuid()):
+            raise Refused(
+                f"the server runs as uid {uid} and this process as {os.geteuid()}; "
+                "run both as one user, or the server as root"
+            )
 
     def request(self, message: Request, timeout_s: float, on_late: LateReply | None = None) -> Reply:
         """Send a request (its id is given here) and wait for its reply, `Failed` included.

@@ -41,7 +41,7 @@ def parse_options(extra_config: Mapping[str, object], environ: Mapping[str, str]
     if unknown:
         raise SettingsError(_unknown_key(unknown[0]))
     values = {key.removeprefix(PREFIX): _READERS[key](key, value) for key, value in given.items()}
-    values.setdefault("socket", default_socket_path(environ.get("XDG_RUNTIME_DIR"), os.getuid()))
+    values.setdefault("socket", default_socket_path(environ.get("KVMOSAIC_SOCKET"), os.getuid()))
     return Options(**values)  # type: ignore[arg-type]  # each reader returns its field's type
 
 
