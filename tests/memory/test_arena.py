@@ -176,3 +176,18 @@ def test_nothing_of_it_is_in_a_file_system(fd: int) -> None:
     assert "memfd:" in os.readlink(f"/proc/self/fd/{fd}")
     assert fcntl.fcntl(fd, 1034) & 0x7 == 0x7
     os.close(other)
+
+
+def test_only_resident_bytes_are_mapped_ahead() -> None:
+    num_bytes = 4 << 20
+    fd = arenas.create(num_bytes)
+    server, worker = arenas.attach(fd, num_bytes), arenas.attach(fd, num_bytes)
+    server.populate(0, 2 << 20)
+
+    assert worker.map_resident(0, 2 << 20)
+    assert not worker.map_resident(0, num_bytes)
+    assert not worker.map_resident(2 << 20, 2 << 20)
+    assert os.fstat(fd).st_blocks * 512 == 2 << 20, "nothing became resident by asking"
+    for mapping in (server, worker):
+        mapping.close()
+    os.close(fd)

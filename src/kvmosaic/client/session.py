@@ -45,6 +45,8 @@ _SEARCH_EVERY_S = 0.1
 _ATTACH_EVERY_S = 0.02
 _RETRY_REFUSED_S = 1.0
 _TEND_EVERY_S = 0.5
+_PREPARE_EVERY_S = 0.1
+_PREPARE_BYTES = 16 << 20
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -138,6 +140,10 @@ class Session:
     def _announce(self, attachment: Attachment) -> None:
         """`attachment` is published: the others may be told."""
 
+    def _prepare(self, attachment: Attachment) -> float:
+        """Do some work ahead of the copies; how long to rest after it."""
+        return _TEND_EVERY_S
+
     def _drop(self, attachment: Attachment) -> None:
         """`attachment` is no longer published: end its use and give it back."""
 
@@ -192,7 +198,7 @@ class Session:
         try:
             self._announce(attachment)
             while self.attachment is attachment:
-                self._rest(connection, _TEND_EVERY_S)
+                self._rest(connection, self._prepare(attachment))
                 connection.tend()
             event = Event.OUTDATED
         finally:
@@ -314,6 +320,7 @@ class WorkerSession(Session):
         super().__init__(path, engine, "worker")
         self._declaration = declaration
         self._on_lost = on_lost
+        self._prepared_bytes = 0
 
     def _declare(self, connection: Connection) -> None:
         """Only called while no copy runs: the server takes it as the worker's word for that."""
@@ -334,7 +341,20 @@ class WorkerSession(Session):
     def _announce(self, attachment: Attachment) -> None:
         attachment.connection.post(Mapped(0, attachment.epoch))
 
+    def _prepare(self, attachment: Attachment) -> float:
+        """Spare the first copies their page faults, as far as the server has made the arena resident."""
+        mapping = attachment.arena
+        assert mapping is not None, "a worker has mapped the arena"
+        step = min(_PREPARE_BYTES, mapping.num_bytes - self._prepared_bytes)
+        if not step:
+            return _TEND_EVERY_S
+        if not mapping.map_resident(self._prepared_bytes, step):
+            return _PREPARE_EVERY_S
+        self._prepared_bytes += step
+        return 0.0
+
     def _drop(self, attachment: Attachment) -> None:
+        self._prepared_bytes = 0
         self._on_lost()
         assert attachment.arena is not None, "a worker has mapped the arena"
         attachment.arena.close()
