@@ -157,17 +157,16 @@ def test_an_engine_that_starts_anew_hits_what_the_last_one_stored(restarted: Eng
         assert difference(warm, cold) == 0.0
 
 
-@pytest.mark.parametrize("group", range(4))
-def test_zeroing_what_one_group_loads_is_visible(restarted: Engine, stored: dict[int, Answer], group: int) -> None:
-    if group >= NUM_GROUPS[restarted.model]:
-        pytest.skip("this model has fewer groups")
+def test_zeroing_what_any_one_group_loads_is_visible(restarted: Engine, stored: dict[int, Answer]) -> None:
     length = 1500
-    restarted.drop_local()
-    restarted.call("spoil", group=group)
-    (spoilt,) = restarted.run(prompt(length, seed=length))
-    assert restarted.call("spoil", group=None) > 0
-    assert spoilt.external == promised(length)
-    assert difference(spoilt, stored[length]) > VISIBLE
+    for group in range(NUM_GROUPS[restarted.model]):
+        restarted.drop_local()
+        restarted.call("spoil", group=group)
+        (spoilt,) = restarted.run(prompt(length, seed=length))
+        assert restarted.call("spoil", group=None) > 0
+        assert spoilt.external == promised(length)
+        print(restarted.model, group, difference(spoilt, stored[length]))
+        assert difference(spoilt, stored[length]) > VISIBLE, f"group {group}"
     restarted.drop_local()
     (warm,) = restarted.run(prompt(length, seed=length))
     assert difference(warm, stored[length]) == 0.0
