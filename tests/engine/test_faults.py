@@ -150,7 +150,7 @@ def test_an_arena_of_most_of_the_memory_is_freed_and_taken_again(
 ) -> None:
     server.close()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    large = ServerProcess(socket, 0.6 * total / (1 << 30))
+    large = ServerProcess(socket, 0.6 * total / (1 << 30), large=True)
     try:
         attach(large)
         wait_until(lambda: large.status()["usable_bytes"] > total // 4, 60.0)
