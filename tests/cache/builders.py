@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvmosaic.cache.cache import Cache
 from kvmosaic.cache.values import Chain, Hit, Miss, Reservation
-from kvmosaic.core.types import EngineKey, Kind, Namespace
+from kvmosaic.core.types import EngineKey, Kind, Namespace, Outcome
 from kvmosaic.layout.fold import fold
 from kvmosaic.layout.groups import Geometry, ObjectGroup
 from kvmosaic.memory.extents import ExtentPool
@@ -13,6 +13,7 @@ QUANTUM = 16 << 10
 ENGINE = EngineKey("engine")
 OTHER = EngineKey("other")
 SPACE = Namespace(b"n" * 16)
+GRANTED, PRESENT, NOT_WORTH_IT, NO_ROOM = Outcome
 
 
 def object_group(kind: Kind, reach: int | None = None, num_bytes: int = QUANTUM, lookahead: int = 0) -> ObjectGroup:
@@ -88,3 +89,11 @@ def boundary_of(cache: Cache, prompt: str) -> int:
 def objects_of(cache: Cache) -> tuple[int, ...]:
     """How many objects each object group has."""
     return cache.stats().namespaces[0].objects
+
+
+def used_quanta(cache: Cache) -> float:
+    return cache._pool.used_bytes / QUANTUM
+
+
+def outcomes(*expected: Outcome) -> bytes:
+    return bytes(expected)

@@ -85,7 +85,7 @@ class Model:
         assert found == boundary or (capped and found < boundary)
         assert found == oracle(here, first, groups, found)[0], "a boundary that cannot be served"
         assert answer.full_chunks == depth
-        lease = []
+        lease: list[tuple[Key, bytes]] = []
         if isinstance(answer, Hit):
             for g, group in enumerate(groups):
                 start = first if group.reach_chunks is None else max(first, found - group.reach_chunks)
