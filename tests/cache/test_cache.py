@@ -1,6 +1,7 @@
 """The cache's verbs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -86,6 +87,24 @@ def test_a_chain_without_its_parent_is_not_worth_it() -> None:
     assert reserve(cache, chain("abc", first=1)).outcomes == outcomes(NOT_WORTH_IT, NOT_WORTH_IT)
     store(cache, chain("a"))
     assert reserve(cache, chain("abc", first=1)).outcomes == outcomes(GRANTED, GRANTED)
+    cache.check()
+
+
+def test_a_parent_at_another_chunk_is_none() -> None:
+    cache = cache_of(FULL)
+    store(cache, chain("abc"))
+    wrong = chain("abcd", first=3)
+    assert reserve(cache, replace(wrong, first_chunk=2)).outcomes == outcomes(NOT_WORTH_IT)
+    assert reserve(cache, wrong).outcomes == outcomes(GRANTED)
+
+
+def test_a_parent_without_its_full_object_is_none() -> None:
+    cache = cache_of(FULL, STATE)
+    reservation = reserve(cache, chain("a", wanted=0b11))
+    assert reserve(cache, chain("ab", first=1)).outcomes == outcomes(GRANTED)
+    cache.commit(ENGINE, reservation.id, b"\0\1", 0.0)
+    assert reserve(cache, chain("ac", first=1)).outcomes == outcomes(NOT_WORTH_IT)
+    assert reserve(cache, chain("ac")).outcomes == outcomes(GRANTED, GRANTED)
     cache.check()
 
 
@@ -268,6 +287,17 @@ def test_a_capped_lease_ends_on_a_boundary_that_can_be_served() -> None:
     hit = look(cache, "a" * 10)
     assert isinstance(hit, Hit)
     assert hit.boundary == 3
+    cache.check()
+
+
+def test_what_is_stored_on_a_leased_path_counts_as_leased() -> None:
+    cache = cache_of(FULL, STATE)
+    store(cache, chain("aaaa", wanted=[1, 1, 1, 3]))
+    look(cache, "aaaa")
+    store(cache, chain("aa", wanted=3))
+    assert cache.stats().leased_bytes == 7 * QUANTUM
+    cache.release(ENGINE, "request")
+    assert cache.stats().leased_bytes == 0
     cache.check()
 
 

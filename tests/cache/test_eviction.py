@@ -77,6 +77,23 @@ def test_a_chain_that_is_stored_again_counts_as_used() -> None:
     assert boundary_of(cache, "aaaa") == 4
 
 
+def test_a_chain_is_as_recent_as_its_commit() -> None:
+    cache = cache_of(FULL, quanta=4)
+    reservation = reserve(cache, chain("aa"), now=1)
+    store(cache, chain("bb"), now=2)
+    cache.commit(ENGINE, reservation.id, b"\1\1", 3)
+    assert make_room(cache, 2) == [(b"bb", 0), (b"b", 0)]
+
+
+def test_room_for_an_object_is_not_made_by_evicting_its_own_chunk() -> None:
+    cache = cache_of(FULL, STATE, quanta=2)
+    store(cache, chain("a"), now=1)
+    store(cache, chain("b"), now=2)
+    assert store(cache, chain("a", wanted=0b11), now=3) == 1
+    assert objects_of(cache) == (1, 1)
+    cache.check()
+
+
 def test_a_shared_prefix_is_as_recent_as_its_most_recent_user() -> None:
     cache = cache_of(FULL, quanta=9)
     store(cache, chain("ssa"), now=1)
@@ -259,6 +276,14 @@ def test_the_policy_chooses_among_leaves(policy: Policy, order: bytes) -> None:
     chosen = [evictor.next_leaf() for _ in range(3)]
     assert b"".join(entry.digest for entry in chosen if entry is not None) == order
     assert evictor.next_leaf() is None
+
+
+def test_entries_that_were_cleared_are_not_kept() -> None:
+    cache = cache_of(FULL, window(1))
+    store(cache, chain("aaa", wanted=3))
+    look(cache, "aaa")
+    cache.clear()
+    assert (cache._evictor._leaves, cache._evictor._windows) == ([], {})
 
 
 def test_leaves_in_use_are_passed_over() -> None:

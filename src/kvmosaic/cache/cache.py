@@ -336,7 +336,6 @@ class Cache:
         if entry.pins:
             self._leases.pinned_bytes -= num_bytes
         self._pool.free(self._indexes[entry.shape.namespace].take(entry, g))
-        self._evictor.withdraw(entry, g)
         self._counters.evicted_objects += 1
         self._counters.evicted_bytes += num_bytes
 

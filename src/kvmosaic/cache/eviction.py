@@ -40,7 +40,7 @@ class Evictor:
         # Every evictable leaf is in the heap, once; others in it are skipped when they surface. An entry used since
         # it was queued goes back with its new stamp.
         self._leaves: list[tuple[float, int, Entry]] = []
-        # (entry, object group) to reach of window objects that were outside every reach when nominated; oldest first.
+        # (entry, object group) to reach: every window object outside every reach, and some that are not; oldest first.
         self._windows: dict[tuple[Entry, int], int] = {}
 
     def use(self, entry: Entry, now: float) -> None:
@@ -55,25 +55,17 @@ class Evictor:
 
     def nominate(self, entry: Entry, max_chunks: int) -> None:
         """Window objects of this entry and its ancestors may have come to lie outside every reach."""
-        to_end = entry.chunks_to_end(entry.shape.longest_window_chunks)
         for ancestor in entry.path(max_chunks):
-            if ancestor.may_end_a_hit:
-                to_end = 0
             for g, reach in ancestor.shape.windows:
-                if ancestor.present >> g & 1 and to_end >= reach:
-                    self._windows[ancestor, g] = reach
-            to_end += 1
-
-    def withdraw(self, entry: Entry, g: int) -> None:
-        """An object is absent now."""
-        self._windows.pop((entry, g), None)
+                if ancestor.present >> g & 1:
+                    self._windows.setdefault((ancestor, g), reach)
 
     def next_window(self) -> tuple[Entry, int] | None:
         """Return a window object that may go."""
         while self._windows:
             entry, g = next(iter(self._windows))
             reach = self._windows.pop((entry, g))
-            if entry.chunks_to_end(reach) >= reach:
+            if entry.present >> g & 1 and entry.chunks_to_end(reach) >= reach:
                 return entry, g
         return None
 
