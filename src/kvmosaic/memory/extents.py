@@ -69,13 +69,15 @@ class ExtentPool:
             self.used_bytes -= length
             end = offset + length
             first = -(-offset // self.quantum_bytes)
-            last = max(first, end // self.quantum_bytes)
-            if last > first:
-                self._quanta.give(first, last - first)
-            for start, size in _aligned_pieces(offset, min(end, first * self.quantum_bytes)):
-                self._give_piece(start, size)
-            for start, size in _aligned_pieces(max(offset, last * self.quantum_bytes), end):
-                self._give_piece(start, size)
+            last = end // self.quantum_bytes
+            if first <= last:
+                # | pieces )[ whole quanta )[ pieces )
+                if first < last:
+                    self._quanta.give(first, last - first)
+                self._give_pieces(offset, first * self.quantum_bytes)
+                self._give_pieces(last * self.quantum_bytes, end)
+            else:
+                self._give_pieces(offset, end)
 
     def check(self, held: Iterable[bytes] | None = None) -> None:
         """Assert that the free pieces do not overlap, that free + used = usable, and, when the caller passes every
@@ -116,6 +118,15 @@ class ExtentPool:
         for half in range(k - 1, wanted - 1, -1):
             self._pieces[half][offset + (GRAIN_BYTES << half)] = None
         return offset, GRAIN_BYTES << wanted
+
+    def _give_pieces(self, start: int, end: int) -> None:
+        """Give back [start, end), which lies in one quantum, in the fewest pieces that are multiples of their size."""
+        while start < end:
+            size = 1 << ((end - start).bit_length() - 1)
+            if start:
+                size = min(size, start & -start)
+            self._give_piece(start, size)
+            start += size
 
     def _give_piece(self, offset: int, size: int) -> None:
         while size < self.quantum_bytes:
@@ -183,13 +194,3 @@ def _merge_adjacent(pieces: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield start, length
             start, length = offset, size
     yield start, length
-
-
-def _aligned_pieces(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut [start, end), which lies in one quantum, into the fewest pieces that are multiples of their size."""
-    while start < end:
-        size = 1 << ((end - start).bit_length() - 1)
-        if start:
-            size = min(size, start & -start)
-        yield start, size
-        start += size
