@@ -1,8 +1,9 @@
 import pytest
 
-from kvmosaic.client.patience import MAX_PAUSE_S, MIN_PAUSE_S, SLOW_BUDGET_S, Patience
+from kvmosaic.client.patience import MAX_PAUSE_S, MIN_PAUSE_S, SLOW_SHARE, Patience
 
 BUDGET_S = 0.05
+SLOW_BUDGET_S = SLOW_SHARE * BUDGET_S
 
 
 @pytest.fixture
@@ -27,14 +28,20 @@ def test_quick_answers_use_up_one_budget(patience: Patience) -> None:
     assert patience.allowance_s(now=0) == BUDGET_S
 
 
-def test_a_slow_answer_shortens_this_step_and_the_next_until_a_quick_one(patience: Patience) -> None:
+def test_a_slow_answer_shortens_this_step_only(patience: Patience) -> None:
     patience.answered(0.011)
     assert patience.allowance_s(now=0) == SLOW_BUDGET_S
     patience.begin_step()
-    assert patience.allowance_s(now=0) == SLOW_BUDGET_S
+    assert patience.allowance_s(now=0) == BUDGET_S
+
+
+def test_a_passed_deadline_shortens_the_steps_until_an_answer_comes(patience: Patience) -> None:
+    patience.gave_up(0.011, now=0)
+    patience.begin_step()
+    assert patience.allowance_s(now=MIN_PAUSE_S) == SLOW_BUDGET_S
     patience.answered(0.001)
     patience.begin_step()
-    assert patience.allowance_s(now=0) == BUDGET_S
+    assert patience.allowance_s(now=MIN_PAUSE_S) == BUDGET_S
 
 
 def test_a_step_waits_no_longer_than_its_budget_whatever_comes(patience: Patience) -> None:
@@ -71,9 +78,9 @@ def test_an_answer_ends_the_doubling(patience: Patience) -> None:
     assert patience.allowance_s(now=2 + MIN_PAUSE_S) > 0
 
 
-def test_a_budget_below_the_slow_one_stays_what_it_is() -> None:
+def test_the_slow_budget_is_a_share_of_the_users() -> None:
     patience = Patience(0.002)
     patience.gave_up(0.002, now=0)
     patience.begin_step()
     patience.check()
-    assert patience.allowance_s(now=1) == 0.002
+    assert patience.allowance_s(now=1) == pytest.approx(SLOW_SHARE * 0.002)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from kvmosaic.cli import clear, server, status
+from kvmosaic.cli import clear, demo, server, status
 from kvmosaic.errors import MosaicError
 
 __all__ = ["main"]
@@ -23,6 +23,7 @@ def main() -> None:
     app.command("server")(server.server)
     app.command("status")(status.status)
     app.command("clear")(clear.clear)
+    app.command("demo")(demo.demo)
     try:
         app()
     except MosaicError as error:

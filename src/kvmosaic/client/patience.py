@@ -1,13 +1,13 @@
 """How long the engine may be kept waiting: one budget per step, and a circuit breaker. Pure; time is an argument.
 
-A step has the whole budget while answers come quickly. After a slow one, or none, it has SLOW_BUDGET_S until
-a quick answer comes; after a passed deadline nothing is asked for a pause that doubles up to MAX_PAUSE_S.
+A step has the whole budget, of which a fifth is left after a slow answer. After a passed deadline nothing is asked
+for a pause that doubles up to MAX_PAUSE_S, and steps have that fifth until an answer comes.
 Called by the scheduler client on the scheduler's thread.
 """
 
 from __future__ import annotations
 
-SLOW_BUDGET_S = 0.010
+SLOW_SHARE = 0.2
 MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 1.0
 
@@ -17,14 +17,15 @@ class Patience:
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
+        self._slow_s = SLOW_SHARE * budget_s
         self._left_s = 0.0
-        self._is_slow = False
+        self._has_given_up = False
         self._pause_s = MIN_PAUSE_S
         self._asks_again_at = float("-inf")
 
     def begin_step(self) -> None:
         """Renew the budget."""
-        self._left_s = min(self._budget_s, SLOW_BUDGET_S) if self._is_slow else self._budget_s
+        self._left_s = self._slow_s if self._has_given_up else self._budget_s
 
     def allowance_s(self, now: float) -> float:
         """How long the next request may wait; 0 means: do not ask."""
@@ -32,13 +33,13 @@ class Patience:
 
     def answered(self, waited_s: float) -> None:
         """The server has answered."""
-        self._is_slow = waited_s > SLOW_BUDGET_S
+        self._has_given_up = False
         self._pause_s = MIN_PAUSE_S
         self._spend(waited_s)
 
     def gave_up(self, waited_s: float, now: float) -> None:
         """The deadline has passed."""
-        self._is_slow = True
+        self._has_given_up = True
         self._asks_again_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         self._spend(waited_s)
@@ -50,5 +51,5 @@ class Patience:
 
     def _spend(self, waited_s: float) -> None:
         self._left_s = max(0.0, self._left_s - waited_s)
-        if self._is_slow:
-            self._left_s = min(self._left_s, SLOW_BUDGET_S)
+        if waited_s > self._slow_s:
+            self._left_s = min(self._left_s, self._slow_s)

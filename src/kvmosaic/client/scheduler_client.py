@@ -1,6 +1,6 @@
 """What the engine's scheduler may ask of the server. No verb raises, and none waits past the step's budget.
 
-One schedule() of the engine waits at most `budget_s` (+ 5 ms) over all calls since begin_step(), and 10 ms
+One schedule() of the engine waits at most `budget_s` (+ 5 ms) over all calls since begin_step(), and a fifth of it
 after a slow answer. After a passed deadline nothing is asked for a while; commits and releases still go out.
 Called on the engine's scheduler thread only.
 """
