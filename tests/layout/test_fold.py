@@ -59,7 +59,7 @@ GROUPS = st.lists(
 
 
 @given(data=st.data(), groups=GROUPS, first=st.integers(0, 3), dense=st.booleans())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_the_fold_is_the_largest_servable_boundary(
     data: st.DataObject, groups: list[ObjectGroup], first: int, dense: bool
 ) -> None:
