@@ -1,11 +1,9 @@
 """The cache's verbs."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from kvmosaic.cache.cache import Cache
 from kvmosaic.cache.values import Hit, Miss
 from kvmosaic.core.effects import Evicted, Stored
 from kvmosaic.core.types import EngineKey, Kind, Namespace, ReservationId, unpack_extents
@@ -365,47 +363,3 @@ def test_namespaces_do_not_see_each_other() -> None:
     cache.open(other, geometry_of(FULL))
     store(cache, chain("abc"))
     assert cache.lookup(ENGINE, "request", other, 0, digests("abc"), 0.0) == Miss(0)
-
-
-# Its own check.
-
-
-def _forget_a_write(cache: Cache) -> None:
-    cache._reservations._held.popitem()
-
-
-def _forget_a_lease(cache: Cache) -> None:
-    cache._leases._leases.clear()
-
-
-def _leak_extents(cache: Cache) -> None:
-    assert cache._pool.allocate(1) is not None
-
-
-def _free_too_early(cache: Cache) -> None:
-    (entry,) = cache._indexes[SPACE].find(digests("a"), 0)
-    cache._pool.free(entry.extents[0])
-
-
-def _forget_a_leaf(cache: Cache) -> None:
-    cache._evictor._leaves.clear()
-
-
-def _write_without_reservation(cache: Cache) -> None:
-    (entry,) = cache._indexes[SPACE].find(digests("a"), 0)
-    entry.writing = 0b10
-
-
-@pytest.mark.parametrize(
-    "corrupt",
-    [_forget_a_write, _forget_a_lease, _leak_extents, _free_too_early, _forget_a_leaf, _write_without_reservation],
-)
-def test_check_notices_what_no_verb_would_do(corrupt: Callable[[Cache], None]) -> None:
-    cache = cache_of(FULL)
-    store(cache, chain("abc"), chain("xyz"))
-    reserve(cache, chain("abcd"))
-    look(cache, "ab")
-    cache.check()
-    corrupt(cache)
-    with pytest.raises(AssertionError):
-        cache.check()
