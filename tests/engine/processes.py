@@ -26,6 +26,10 @@ VISIBLE = 0.3
 """Every negative control differs by at least this much."""
 
 
+class EngineDied(Exception):
+    """The engine process ended; the message is the end of its log."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What one request brought: greedy tokens, the log-probabilities of the whole vocabulary, tokens not computed."""
@@ -125,7 +129,9 @@ class Engine:
     def receive(self, timeout_s: float = 150.0) -> Any:
         self._link.settimeout(timeout_s)
         line = self._lines.readline()
-        assert line, f"the engine died; its log: {self._log}\n{self._last_lines()}"
+        if not line:
+            self.kill()
+            raise EngineDied(self._last_lines())
         reply = json.loads(line)
         assert "error" not in reply, f"{reply['error']}\n{self._last_lines()}"
         return reply["answer"]
@@ -136,12 +142,13 @@ class Engine:
         self._start()
 
     def kill(self) -> None:
+        self._unlink()
         self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        self._lines.close()
-        self._link.close()
+        """The end of the link is how the process knows that it shall end."""
+        self._unlink()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
@@ -171,11 +178,16 @@ class Engine:
         self._lines = ours.makefile("rw")
         assert self.receive(START_TIMEOUT_S) == "ready"
 
+    def _unlink(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._lines.close()
+        self._link.close()
+
     def _answers(self, raw: list[dict[str, Any]]) -> list[Answer]:
         return [Answer(**answer) for answer in raw]
 
     def _last_lines(self) -> str:
-        return "\n".join(self.log().splitlines()[-30:])
+        return "\n".join(self.log().splitlines()[-60:])
 
 
 @contextlib.contextmanager

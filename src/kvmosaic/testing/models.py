@@ -1,11 +1,11 @@
 """Tiny random checkpoints at real scale, for runs of a real engine without a download.
 
-Owns the recipes, the folder they are cached in, and prompts. Drawing the weights needs torch and transformers and is done by
-kvmosaic.testing.weights, imported only when a checkpoint is missing. Called by the engine tests and by `kvmosaic demo`.
+Owns the recipes, the folder they are cached in, and prompts. kvmosaic.testing.weights draws the weights, with torch; it
+is imported only when a checkpoint is missing. Called by the engine tests and by `kvmosaic demo`.
 
-Dummy weights give the same token for every prompt, so a wrong cache goes unseen. These give sharp attention and states that
-decay slowly: what stands a thousand tokens back changes the log-probabilities of the next token by more than rounding
-does. All experts of a mixture take part, since one that is chosen by a hair would turn rounding into a jump.
+Dummy weights give the same token for every prompt, so a wrong cache goes unseen. These give sharp attention and states
+that decay slowly: what stands a thousand tokens back changes the next log-probabilities by more than rounding does. All
+experts of a mixture take part, since one that is chosen by a hair would turn rounding into a jump.
 """
 
 from __future__ import annotations
@@ -164,9 +164,12 @@ def checkpoint(name: str, folder: Path | None = None) -> Path:
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
     """Token ids of a random prompt; two seeds differ from the first tokens on, one seed gives prefixes of one text."""
-    return list(random.Random(f"prompt {seed}").randbytes(num_tokens))
+    # Whole words, since the generator fills the bytes of its last word from the other end.
+    return list(random.Random(f"prompt {seed}").randbytes(num_tokens + 3 & ~3)[:num_tokens])
 
 
 def _digest(recipe: Recipe) -> str:
-    content = json.dumps([FORMAT, recipe.name, recipe.attention_gain, recipe.embedding_std, dict(recipe.config)], sort_keys=True)
+    content = json.dumps(
+        [FORMAT, recipe.name, recipe.attention_gain, recipe.embedding_std, dict(recipe.config)], sort_keys=True
+    )
     return hashlib.sha256(content.encode()).hexdigest()[:8]

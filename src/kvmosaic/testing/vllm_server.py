@@ -46,6 +46,9 @@ class VllmServer:
         command += ["--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16"]
         command += ["--kv-cache-memory-bytes", str(256 << 20), "--kv-transfer-config", json.dumps(transfer)]
         environ = {
+            # Threads that wait for each other by spinning crawl on a busy machine: one does, for models this small.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -68,6 +71,8 @@ class VllmServer:
     def first_token(self, prompt: list[int]) -> FirstToken:
         """Compute the first token of an answer, greedily."""
         body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": NUM_LOGPROBS}
+        # By id, since bytes that are no text by themselves all read alike.
+        body["return_tokens_as_token_ids"] = True
         began = time.perf_counter()
         reply = json.loads(self._post("/v1/completions", body))
         seconds = time.perf_counter() - began
@@ -76,6 +81,10 @@ class VllmServer:
     def drop_own_cache(self) -> None:
         """Empty vLLM's prefix cache; kvmosaic's content stays."""
         self._post("/reset_prefix_cache", None)
+
+    def drop_all_caches(self) -> None:
+        """Empty vLLM's prefix cache and what kvmosaic holds of this model."""
+        self._post("/reset_prefix_cache?reset_external=true", None)
 
     def num_external_tokens(self) -> int:
         """Prompt tokens that came from outside the engine since its start."""
