@@ -97,6 +97,16 @@ def test_a_shared_prefix_of_a_state_model_hits_from_the_third_prompt_on(server: 
     assert hits == [0, 0, 320, 320]
 
 
+def test_a_last_boundary_has_a_state_although_vllm_forgot_its_block_size(server: ServerProcess, engine: Build) -> None:
+    one = engine("state")
+    one.scheduler.cache_config.block_size = 16  # half of N, as vLLM on a CPU sets it after it has planned the cache
+    tokens = prompt(15, 32 * 9 + 20)
+    one.serve("cold", tokens)
+    one.drop_own_cache()
+
+    assert one.serve("warm", tokens) == 32 * 9
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_tiny_pool_preempts_and_leaks_nothing(model: str, server: ServerProcess, engine: Build) -> None:
     one = engine(model, num_blocks=60 if model == "state" else 150, budget=128)

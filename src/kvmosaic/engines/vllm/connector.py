@@ -59,6 +59,15 @@ def nothing(*_: object) -> None:
     """The default of a method whose answer may be missing."""
 
 
+def log_like_vllm() -> None:
+    """vLLM sets up its own logger only; what kvmosaic has to say belongs into the same log."""
+    ours, theirs = logging.getLogger("kvmosaic"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
 def not_kept(*_: object) -> tuple[bool, dict[str, Any] | None]:
     """The blocks of a finished request may be freed at once; nothing goes into its answer."""
     return False, None
@@ -72,6 +81,7 @@ class MosaicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_like_vllm()
         options = parse_options(self._kv_transfer_config.kv_connector_extra_config, os.environ)
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(options, vllm_config, kv_cache_config)

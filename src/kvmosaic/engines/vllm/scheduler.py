@@ -125,9 +125,21 @@ class SchedulerHalf:
         request = state.request
         if not hasattr(request, "shared_prefix_boundary") or not has_state(geometry):
             return
+        known = max(state.own_tokens, answer.boundary * geometry.chunk_tokens)
         junction = min(answer.full_chunks, last) * geometry.chunk_tokens
-        if junction > max(state.own_tokens, answer.boundary * geometry.chunk_tokens):
+        if junction <= known and self._ends_steps_elsewhere(geometry):
+            junction = last * geometry.chunk_tokens
+        if junction > known:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
+
+    def _ends_steps_elsewhere(self, geometry: Geometry) -> bool:
+        """Whether the engine cuts prompts by another block size than its states have.
+
+        vLLM on a CPU does, when it runs in a process of its own: it resets its block size after it has planned the
+        cache, and then leaves no state at the last boundary of most prompts.
+        """
+        blocks = {group.block_tokens for group in geometry.groups if group.kind is Kind.STATE}
+        return any(self._vllm_config.cache_config.block_size % block for block in blocks)
 
     def admit(self, request: Any, tables: Tables, num_external: int) -> None:
         """The engine allocated blocks. With external tokens their load is planned now, else the lease ends."""
