@@ -50,6 +50,7 @@ def test_an_unknown_key_names_the_nearest() -> None:
         ("kvmosaic.lookup_timeout_ms", 0),
         ("kvmosaic.lookup_timeout_ms", True),
         ("kvmosaic.lookup_timeout_ms", float("nan")),
+        ("kvmosaic.load_failure_policy", "ignore"),
         ("kvmosaic.autostart", -1),
         ("kvmosaic.autostart", "2"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvmosaic.client import Connection
 from kvmosaic.engines.copying import Copier
 from tests.engines.vllm.modelled import MODELS
 from tests.serving import ServerProcess, wait_until
@@ -223,3 +224,21 @@ def test_the_model_sees_bytes_that_were_not_loaded(
         monkeypatch.undo()
         one.abort(f"warm {group}")
         one.run()
+
+
+def test_a_step_without_stores_or_loads_sends_nothing(
+    server: ServerProcess, engine: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine("window")
+    sent = []
+    send = Connection._send
+    monkeypatch.setattr(Connection, "_send", lambda self, frame: (sent.append(len(frame)), send(self, frame))[1])
+    one.add("r", prompt(16, 300), max_tokens=150)
+    for _ in range(3):
+        one.step()
+    assert sent, "the store of the prompt was sent"
+    sent.clear()
+    for _ in range(100):
+        one.step()
+
+    assert not sent

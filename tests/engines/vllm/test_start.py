@@ -111,3 +111,13 @@ def listens(path: Path) -> bool:
     except ServerLost:
         return False
     return True
+
+
+def test_a_failed_load_is_recomputed_unless_the_user_wants_the_request_to_fail(
+    serve: Callable[..., ServerProcess], engine: Build
+) -> None:
+    serve()
+    failing = engine("full", connector={"kvmosaic.load_failure_policy": "fail"})
+
+    assert engine("full").scheduler.recompute_kv_load_failures
+    assert not failing.scheduler.recompute_kv_load_failures

@@ -86,8 +86,9 @@ class MosaicConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(options, vllm_config, kv_cache_config)
         else:
-            # The default policy would fail a user's request over a fault of the cache. vLLM reads it after this.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            # vLLM reads the policy after this. Its default would fail a user's request over a fault of the cache, and
+            # a user's own choice of it cannot be told from the default: hence a key of ours.
+            self._kv_transfer_config.kv_load_failure_policy = options.load_failure_policy
             self._scheduler = start_scheduler(options, vllm_config, kv_cache_config)
 
     @property

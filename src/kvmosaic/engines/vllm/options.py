@@ -15,6 +15,7 @@ from kvmosaic.errors import SettingsError
 from kvmosaic.settings import default_socket_path
 
 PREFIX = "kvmosaic."
+POLICIES = ("recompute", "fail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Options:
 
     `required` makes an engine wait at start for the server instead of running without it. `model_tag` names the
     weights in place of a fingerprint of their files. `weights_epoch` tells apart weights that were replaced in
-    place. `autostart` is the size in GB of a server to start when none listens, None for never.
+    place. `load_failure_policy` is what vLLM does with a request whose load failed. `autostart` is the size in GB of a server to start when none listens, None for never.
     """
 
     socket: Path
@@ -32,6 +33,7 @@ class Options:
     weights_epoch: str = "0"
     lookup_timeout_ms: float = 50.0
     autostart: float | None = None
+    load_failure_policy: str = "recompute"
 
 
 def parse_options(extra_config: Mapping[str, object], environ: Mapping[str, str]) -> Options:
@@ -78,6 +80,12 @@ def _epoch(key: str, value: object) -> str:
     return str(value)
 
 
+def _policy(key: str, value: object) -> str:
+    if value not in POLICIES:
+        raise _wrong(key, value, " or ".join(map(repr, POLICIES)))
+    return str(value)
+
+
 def _positive(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise _wrong(key, value, "a number above 0")
@@ -91,4 +99,5 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "kvmosaic.weights_epoch": _epoch,
     "kvmosaic.lookup_timeout_ms": _positive,
     "kvmosaic.autostart": _positive,
+    "kvmosaic.load_failure_policy": _policy,
 }
