@@ -24,7 +24,8 @@ class Options:
 
     `required` makes an engine wait at start for the server instead of running without it. `model_tag` names the
     weights in place of a fingerprint of their files. `weights_epoch` tells apart weights that were replaced in
-    place. `load_failure_policy` is what vLLM does with a request whose load failed. `autostart` is the size in GB of a server to start when none listens, None for never.
+    place. `autostart` is the size in GB of a server to start when none listens, None for never.
+    `load_failure_policy` is what vLLM does with a request whose load failed.
     """
 
     socket: Path
