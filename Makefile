@@ -5,6 +5,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_INDEX ?=
 TORCH := 2.13.0
 VLLM := 0.32.0
+# No CPU build of this one exists: the connector is checked against its sources.
+OTHER_VLLM := 0.33.0
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
@@ -13,7 +15,7 @@ STAMP := $(VENV)/.ready
 
 .PHONY: setup demo test test-long lint bench clean
 
-setup: $(STAMP)
+setup: $(STAMP) .cache/vllm-$(OTHER_VLLM)
 
 $(STAMP): $(ENGINE_STAMP) pyproject.toml
 	@echo "setup: kvmosaic and its development tools"
@@ -30,8 +32,12 @@ $(ENGINE_STAMP):
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
+.cache/vllm-%: | $(ENGINE_STAMP)
+	@echo "setup: the sources of vLLM $*, to check the connector against them"
+	@$(VENV)/bin/python scripts/fetch_vllm_sources.py $* $@
+
 demo: setup
-	@$(VENV)/bin/kvmosaic demo
+	@$(VENV)/bin/kvmosaic demo --models .cache/models
 
 test: setup
 	@$(VENV)/bin/python -m pytest -m "not long"

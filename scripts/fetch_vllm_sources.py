@@ -1,6 +1,6 @@
 """Unpack the Python sources of a vLLM wheel, to check the connector against a version that no CPU build exists of.
 
-    python scripts/fetch_vllm_sources.py 0.33.0 .cache/vllm-0.33.0
+python scripts/fetch_vllm_sources.py 0.33.0 .cache/vllm-0.33.0
 """
 
 import platform

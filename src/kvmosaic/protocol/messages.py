@@ -194,16 +194,4 @@ class Failed(Message, frozen=True):
 
 
 Request = Hello | Declare | Attach | Mapped | Detach | Lookup | Release | Reserve | Commit | Clear | Status
-Reply = (
-    Welcome
-    | Attached
-    | Attaching
-    | Refusal
-    | Hit
-    | Miss
-    | NotReady
-    | Reserved
-    | Cleared
-    | StatusReport
-    | Failed
-)
+Reply = Welcome | Attached | Attaching | Refusal | Hit | Miss | NotReady | Reserved | Cleared | StatusReport | Failed
