@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.errors import SettingsError
-from kvmosaic.server.machine import Memory, check_size, read_memory
+from kvmosaic.server.machine import Memory, check_size, huge_pages_fit, read_memory
 from kvmosaic.settings import ServerSettings
 
 GIB = 1 << 30
@@ -81,3 +81,18 @@ def test_an_arena_that_can_never_fit_is_refused_with_the_numbers_and_the_fix() -
         check_size(ServerSettings(l1_size_gb=9.6, socket=Path("s")), memory)
     for part in ("--l1-size-gb 9.6", str(10 * GIB), "the cgroup x", "95%", "--l1-size-gb 9.5 or less"):
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "num_bytes", "fits"),
+    [(64, 0, 128 << 20, True), (64, 1, 128 << 20, False), (64, 0, 129 << 20, False), (0, 0, 2 << 20, False)],
+)
+def test_huge_pages_are_taken_when_enough_of_them_are_free(
+    machine: Machine, free: int, reserved: int, num_bytes: int, fits: bool
+) -> None:
+    pages = f"HugePages_Free: {free}\nHugePages_Rsvd: {reserved}\nHugepagesize: 2048 kB"
+    machine.write(machine.proc / "meminfo", pages)
+
+    assert huge_pages_fit(num_bytes, machine.proc) is fits
+    machine.write(machine.proc / "meminfo", "MemTotal: 1 kB")
+    assert not huge_pages_fit(num_bytes, machine.proc)

@@ -42,9 +42,12 @@ _LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def create(num_bytes: int) -> int:
-    """A descriptor of anonymous shared memory whose size nobody can change any more. Takes no pages yet."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+def create(num_bytes: int, huge_pages: bool = False) -> int:
+    """A descriptor of anonymous shared memory whose size nobody can change any more. Takes no pages yet.
+
+    With `huge_pages` it comes from the kernel's reserved pool; OSError when that is too small for it.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     try:
         fd = os.memfd_create("kvmosaic-arena", flags | _MFD_NOEXEC_SEAL)
     except OSError as error:

@@ -25,7 +25,7 @@ from kvmosaic.memory.extents import ExtentPool
 from kvmosaic.server import admin
 from kvmosaic.server.endpoint import Endpoint
 from kvmosaic.server.loop import Loop
-from kvmosaic.server.machine import check_size, read_memory
+from kvmosaic.server.machine import Memory, check_size, huge_pages_fit, read_memory
 from kvmosaic.server.prefault import Prefault
 from kvmosaic.server.service import Service
 from kvmosaic.settings import HttpAddress, ServerSettings
@@ -47,7 +47,9 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
         http = admin.bind(settings.http) if settings.http else None
         endpoint = Endpoint(settings.socket)
         stack.callback(endpoint.close)
-        arena_fd = arenas.create(settings.l1_bytes)
+        huge_pages = huge_pages_fit(settings.l1_bytes)
+        arena_fd = arenas.create(settings.l1_bytes, huge_pages)
+        _log.info("the arena has %d bytes in %s pages", settings.l1_bytes, "huge" if huge_pages else "normal")
         stack.callback(os.close, arena_fd)
         arena = arenas.attach(arena_fd, settings.l1_bytes)
         stack.callback(arena.close)
@@ -55,7 +57,7 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
         loop = Loop(endpoint.listener, arena_fd, service, time.monotonic, settings.exit_when_idle_s)
         stack.callback(loop.close)
         stopper.watch(loop)
-        prefault = Prefault(arena, read_memory, lambda mark: loop.post(partial(service.grow, mark)))
+        prefault = Prefault(arena, _reserved if huge_pages else read_memory, lambda mark: loop.post(partial(service.grow, mark)))
         prefault.start()
         stack.callback(prefault.stop)
         prefault.wait_begun(FIRST_STEP_S)
@@ -68,6 +70,11 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
         loop.run()
         stopper.unwatch()
         _log.info("ending: sessions are closed")
+
+
+def _reserved() -> Memory:
+    """Huge pages were set aside when the arena was mapped; what else is free does not matter."""
+    return Memory(total_bytes=0, available_bytes=1 << 62, limited_by="the huge pages")
 
 
 def _build_service(settings: ServerSettings) -> Service:

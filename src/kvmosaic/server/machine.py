@@ -40,6 +40,13 @@ def read_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
     return Memory(total.total_bytes, min(m.available_bytes for m in limits), total.limited_by)
 
 
+def huge_pages_fit(num_bytes: int, proc: Path = Path("/proc")) -> bool:
+    """Whether the kernel has reserved enough huge pages that are free, and the size is whole ones."""
+    fields = {name: int(value.split()[0]) for name, value in _fields(proc / "meminfo", ":")}
+    free, page = fields.get("HugePages_Free", 0) - fields.get("HugePages_Rsvd", 0), fields.get("Hugepagesize", 0) << 10
+    return page > 0 and num_bytes % page == 0 and num_bytes <= free * page
+
+
 def check_size(settings: ServerSettings, memory: Memory) -> None:
     """SettingsError when the arena can never fit."""
     largest = int(memory.total_bytes * MAX_SHARE)
