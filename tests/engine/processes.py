@@ -87,8 +87,9 @@ class Engine:
             **options,
         }
         if server is not None:
-            extra = {"kvmosaic.socket": str(server), "kvmosaic.required": True}
-            extra |= self._options.pop("extra_config", {})
+            # Patient, since a busy machine must not turn a hit that is asserted into a miss.
+            patient = {"kvmosaic.required": True, "kvmosaic.lookup_timeout_ms": 5000}
+            extra = {**self._options.pop("extra_config", patient), "kvmosaic.socket": str(server)}
             self._options["kv_transfer_config"] = {
                 "kv_connector": "MosaicConnector",
                 "kv_role": "kv_both",
@@ -147,10 +148,12 @@ class Engine:
         self.process.wait()
 
     def close(self) -> None:
-        """The end of the link is how the process knows that it shall end."""
+        """The end of the link is how the process knows that it shall end. A killed engine may be closed, too."""
+        if self.process.returncode is not None:
+            return
         self._unlink()
         try:
-            self.process.wait(30)
+            assert self.process.wait(30) == 0, self._last_lines()
         except subprocess.TimeoutExpired:
             self.kill()
             raise
@@ -170,7 +173,7 @@ class Engine:
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, str(HERE / "engine_main.py"), str(theirs.fileno()), json.dumps(self._options)]
-        with theirs, self._log.open("wb") as log:
+        with theirs, self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, pass_fds=[theirs.fileno()]
             )

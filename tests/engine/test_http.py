@@ -31,7 +31,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def vllm(server: ServerProcess) -> Iterator[VllmServer]:
-    connector = {"kvmosaic.socket": str(server.socket), "kvmosaic.required": True, "kvmosaic.model_tag": "tagged"}
+    connector = {
+        "kvmosaic.socket": str(server.socket),
+        "kvmosaic.required": True,
+        "kvmosaic.model_tag": "tagged",
+        "kvmosaic.lookup_timeout_ms": 5000,
+    }
     vllm = VllmServer(checkpoint("gpt-oss", CHECKPOINTS), connector, server.socket.with_name("vllm.log"))
     try:
         vllm.wait_ready()
