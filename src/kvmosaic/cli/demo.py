@@ -108,34 +108,19 @@ def _run(name: str, folder: Path, socket: Path, say: Say) -> Outcome:
     say("drawing random weights")
     model = models.checkpoint(name, folder)
     prompts = [models.prompt(PROMPT_TOKENS + 100 * number, seed=number) for number in range(NUM_PROMPTS)]
-    connector = {
-        "kvmosaic.socket": str(socket),
-        "kvmosaic.model_tag": name,
-        "kvmosaic.required": True,
-        "kvmosaic.lookup_timeout_ms": PATIENCE_MS,
-    }
-    log = socket.with_name(f"{name}.log")
-    say("starting vLLM")
-    engine = VllmServer(model, connector, log)
-    try:
-        engine.wait_ready()
-        engine.first_token(models.prompt(50, seed=99))
+    with _engine(name, model, socket, say) as engine:
         say("computing the prompts")
         cold = [engine.first_token(prompt) for prompt in prompts]
         engine.drop_own_cache()
         say("asking again, vLLM's own cache is empty")
         warm = [engine.first_token(prompt) for prompt in prompts]
         served_warm = engine.num_external_tokens()
-        say("killing vLLM and starting it again")
+        say("killing vLLM")
         engine.kill()
-        engine = VllmServer(model, connector, log)
-        engine.wait_ready()
-        engine.first_token(models.prompt(50, seed=99))
+    with _engine(name, model, socket, say) as engine:
         say("asking the new vLLM")
         restarted = [engine.first_token(prompt) for prompt in prompts]
         served_restarted = engine.num_external_tokens()
-    finally:
-        engine.close()
     geometry = _geometry(socket, name)
     chunk = geometry["chunk_tokens"]
     return Outcome(
@@ -146,6 +131,25 @@ def _run(name: str, folder: Path, socket: Path, say: Say) -> Outcome:
         expected=sum((len(prompt) - 1) // chunk * chunk for prompt in prompts),
         difference=max(_difference(cold, warm), _difference(cold, restarted)),
     )
+
+
+@contextmanager
+def _engine(name: str, model: Path, socket: Path, say: Say) -> Iterator[VllmServer]:
+    """A vLLM that has answered once, so that no first-time work is in the times."""
+    say("starting vLLM")
+    connector = {
+        "kvmosaic.socket": str(socket),
+        "kvmosaic.model_tag": name,
+        "kvmosaic.required": True,
+        "kvmosaic.lookup_timeout_ms": PATIENCE_MS,
+    }
+    engine = VllmServer(model, connector, socket.with_name(f"{name}.log"))
+    try:
+        engine.wait_ready()
+        engine.first_token(models.prompt(50, seed=99))
+        yield engine
+    finally:
+        engine.close()
 
 
 def _geometry(socket: Path, name: str) -> dict[str, Any]:

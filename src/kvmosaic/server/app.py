@@ -57,7 +57,8 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
         loop = Loop(endpoint.listener, arena_fd, service, time.monotonic, settings.exit_when_idle_s)
         stack.callback(loop.close)
         stopper.watch(loop)
-        prefault = Prefault(arena, _reserved if huge_pages else read_memory, lambda mark: loop.post(partial(service.grow, mark)))
+        memory = _reserved if huge_pages else read_memory
+        prefault = Prefault(arena, memory, lambda mark: loop.post(partial(service.grow, mark)))
         prefault.start()
         stack.callback(prefault.stop)
         prefault.wait_begun(FIRST_STEP_S)
