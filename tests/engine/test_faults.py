@@ -124,7 +124,6 @@ def test_a_server_that_hangs_costs_each_schedule_no_more_than_its_budget(
     answers = engine.run(*waiting, max_tokens=2)
     assert len(answers) == 50
     assert time.monotonic() - start_s < 60.0
-    print(engine.call("state"))
     assert engine.call("state")["longest_connector_s"] <= SCHEDULE_BUDGET_S + SLACK_S
     firsts = [Answer(a.tokens[:2], a.logprobs[:2], 0, 0, a.finish) for a in cold]
     assert largest_difference(answers[: len(cold)], firsts) < ROUNDING

@@ -165,7 +165,6 @@ def test_zeroing_what_any_one_group_loads_is_visible(restarted: Engine, stored: 
         (spoilt,) = restarted.run(prompt(length, seed=length))
         assert restarted.call("spoil", group=None) > 0
         assert spoilt.external == promised(length)
-        print(restarted.model, group, difference(spoilt, stored[length]))
         assert difference(spoilt, stored[length]) > VISIBLE, f"group {group}"
     restarted.drop_local()
     (warm,) = restarted.run(prompt(length, seed=length))
