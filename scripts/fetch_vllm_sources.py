@@ -16,7 +16,7 @@ def main(version: str, target: Path) -> None:
     if target.is_dir():
         return
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
         command += ["--platform", f"manylinux_2_28_{platform.machine()}", "--dest", folder, f"vllm=={version}"]
         subprocess.run(command, check=True)
         (wheel,) = Path(folder).glob("vllm-*.whl")

@@ -29,7 +29,10 @@ def draw(recipe: Recipe, folder: Path) -> None:
         model = getattr(transformers, recipe.model_class)(config).float()
         for name, parameter in model.named_parameters():
             _fill(name, parameter.data, recipe)
+    # A bar for two megabytes would stand in the way of the caller's own output.
+    transformers.utils.logging.disable_progress_bar()
     model.to(torch.bfloat16).save_pretrained(folder)
+    transformers.utils.logging.enable_progress_bar()
     _byte_tokenizer().save_pretrained(folder)
 
 
