@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kvmosaic.client import SchedulerSession
 from kvmosaic.client.scheduler_client import SchedulerClient
-from kvmosaic.client.session import SchedulerSession
 from kvmosaic.core.types import BootId, EngineKey, Outcome, ReservationId
 from kvmosaic.protocol.messages import (
     Attach,
@@ -263,8 +263,15 @@ def test_what_belongs_to_a_dead_server_is_dropped(stage: Stage) -> None:
     assert stage.peer.take() == Commit(0, 2, b"\1")
 
 
-def test_clear_is_confirmed_or_false(stage: Stage) -> None:
+def test_a_confirmed_clear_keeps_the_attachment(stage: Stage) -> None:
     with stage.answer(lambda number: Cleared(number, 5)) as answer:
-        assert stage.client.clear()
+        stage.client.clear()
     assert isinstance(answer.message, Clear)
-    assert not stage.client.clear(timeout_s=0.01)
+    assert answer.message.weights
+    assert stage.client.begin_step() is not None
+
+
+def test_a_clear_without_an_answer_outdates_the_attachment(stage: Stage) -> None:
+    stage.client.clear(timeout_s=0.01)
+    assert stage.client.attachment is None
+    assert stage.client.begin_step() is None

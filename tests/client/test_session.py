@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvmosaic.client import SchedulerSession, WorkerSession
 from kvmosaic.client.lifecycle import State
-from kvmosaic.client.session import SchedulerSession, Session, WorkerSession
+from kvmosaic.client.session import Session
 from kvmosaic.core.types import BootId, EngineKey
 from kvmosaic.memory import arena
 from kvmosaic.protocol.messages import (

@@ -111,9 +111,9 @@ class Client:
     def hello(self, role: Role, engine: str = "engine") -> Reply:
         return self.ask(Hello(1, PROTOCOL, role, engine))
 
-    def attach(self) -> Attached:
+    def attach(self, weights: str = "") -> Attached:
         """Attach, which must succeed at once."""
-        reply = self.ask(Attach(2))
+        reply = self.ask(Attach(2, weights))
         assert isinstance(reply, Attached), reply
         return reply
 

@@ -452,9 +452,9 @@ def test_engines_do_not_disturb_each_other() -> None:
 # Operators.
 
 
-def engine_with_objects(service: Service, name: str, num_chunks: int) -> Client:
-    mapped_worker(service, declaration(model=name), name)
-    asks = scheduler(service, name)
+def engine_with_objects(service: Service, name: str, num_chunks: int, key: str = "") -> Client:
+    mapped_worker(service, declaration(model=name), key or name)
+    asks = scheduler(service, key or name)
     store(asks, asks.attach().epoch, num_chunks)
     return asks
 
@@ -482,12 +482,27 @@ def test_an_engine_clears_only_its_own() -> None:
     service = make_service()
     asks = engine_with_objects(service, "a", 2)
     engine_with_objects(service, "b", 3)
-    assert asks.ask(Clear(1)) == Cleared(1, 2)
-    assert [model["objects"] for model in report(service)["models"]] == [0, 3]
+    assert asks.ask(Clear(1, weights="w")) == Cleared(1, 2)
+    assert {model["model"]: model["objects"] for model in report(service)["models"]} == {"a": 0, "b": 3}
+
+
+def test_an_engine_that_clears_leaves_what_others_of_its_model_use() -> None:
+    service = make_service()
+    leaves = engine_with_objects(service, "a", 2)
+    stays = engine_with_objects(service, "a", 2, key="other")
+    assert leaves.ask(Clear(1, weights="w")) == Cleared(1, 0)
+    assert isinstance(stays.ask(lookup(stays.attach().epoch, 2)), Hit)
+    assert isinstance(leaves.ask(lookup(leaves.attach("w").epoch, 2)), Miss)
+    assert stays.ask(Clear(1, weights="v")) == Cleared(1, 2)
+
+
+def test_a_clear_of_an_engine_names_its_weights() -> None:
+    with pytest.raises(RemoteProtocolError, match="weights"):
+        engine_with_objects(make_service(), "a", 2).ask(Clear(1))
 
 
 def test_an_engine_that_is_not_complete_is_told_that_nothing_was_cleared() -> None:
-    assert scheduler(make_service()).ask(Clear(1)) == NotReady(1)
+    assert scheduler(make_service()).ask(Clear(1, weights="w")) == NotReady(1)
 
 
 def test_the_report_says_what_is_held() -> None:

@@ -8,7 +8,7 @@ Called by the server's service on the loop's thread; `now` is any clock that doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from kvmosaic.cache.entry import Entry
@@ -160,6 +160,14 @@ class Cache:
         self._evictor.sweep()
         self._counters.cleared_objects += forgotten
         return forgotten
+
+    def drop_empty(self, used: Collection[Namespace | None]) -> None:
+        """Forget namespaces that nobody uses, that hold nothing, and that no lease or reservation needs."""
+        held = {tail.shape.namespace for tail in self._leases.tails()}
+        held |= {reservation.namespace for reservation in self._reservations.all()}
+        for namespace in [name for name, index in self._indexes.items() if not index and name not in held]:
+            if namespace not in used:
+                del self._indexes[namespace]
 
     def take_effects(self) -> list[Effect]:
         """Return what happened since the last call."""

@@ -1,9 +1,10 @@
 """The client side of the protocol: what engines and commands use to talk to a server."""
 
 from kvmosaic.client.connection import Connection
+from kvmosaic.client.halves import SchedulerSession, WorkerSession
 from kvmosaic.client.lifecycle import State
 from kvmosaic.client.scheduler_client import Counters, SchedulerClient
-from kvmosaic.client.session import Attachment, SchedulerSession, WorkerSession
+from kvmosaic.client.session import Attachment
 
 __all__ = [
     "Attachment",

@@ -87,10 +87,7 @@ class Connection:
         """Whoever can make the path of the socket first could otherwise feed us bytes of his own."""
         _, uid, _ = _UCRED.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if uid not in (0, os.geteuid()):
-            raise Refused(
-                f"the server runs as uid {uid} and this process as {os.geteuid()}; "
-                "run both as one user, or the server as root"
-            )
+            raise Refused(f"the server runs as uid {uid} and this process as {os.geteuid()}; run both as one user")
 
     def request(self, message: Request, timeout_s: float, on_late: LateReply | None = None) -> Reply:
         """Send a request (its id is given here) and wait for its reply, `Failed` included.

@@ -8,13 +8,15 @@ Called on the engine's scheduler thread only.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvmosaic.client.connection import LateReply
+from kvmosaic.client.halves import SchedulerSession
 from kvmosaic.client.patience import Patience
-from kvmosaic.client.session import Attachment, SchedulerSession
+from kvmosaic.client.session import Attachment
 from kvmosaic.core.types import BootId, Outcome, ReservationId
 from kvmosaic.errors import DeadlinePassed, MosaicError
 from kvmosaic.protocol.messages import (
@@ -134,16 +136,23 @@ class SchedulerClient:
         """
         self._session.post(Commit(0, reservation, written), boot_id)
 
-    def clear(self, timeout_s: float = 1.0) -> bool:
-        """Forget this engine's namespace; not part of the step's budget. False when not confirmed."""
+    def clear(self, timeout_s: float = 1.0) -> None:
+        """Share nothing from now on with what was stored before; not part of the step's budget.
+
+        When the server does not confirm it in time, nothing is asked before it has attached the engine anew.
+        """
+        self._session.weights = secrets.token_hex(8)
         attachment = self._session.attachment
         if attachment is None:
-            return False
+            return
         try:
-            return isinstance(attachment.connection.request(Clear(0), timeout_s), Cleared)
+            reply = attachment.connection.request(Clear(0, weights=self._session.weights), timeout_s)
         except MosaicError as error:
-            logger.warning("the cache was not cleared: %s", error)
-            return False
+            logger.warning("the server has not confirmed the clear: %s; it is asked again", error)
+            reply = None
+        if not isinstance(reply, Cleared):
+            self._attachment = None
+            self._session.outdate(attachment)
 
     def check(self) -> None:
         """The step's attachment is one of this session's life; budgets hold."""

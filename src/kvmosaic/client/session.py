@@ -12,7 +12,6 @@ import os
 import select
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +21,13 @@ from kvmosaic.client.lifecycle import NEXT, Event, State
 from kvmosaic.client.mail import Mail
 from kvmosaic.core.types import BootId, EngineKey
 from kvmosaic.errors import DeadlinePassed, MosaicError, Refused, RemoteProtocolError, ServerLost
-from kvmosaic.layout.groups import Declaration, Geometry
+from kvmosaic.layout.groups import Geometry
 from kvmosaic.memory import arena
 from kvmosaic.protocol.messages import (
     Attach,
     Attached,
     Attaching,
-    Declare,
-    Detach,
     Failed,
-    Mapped,
     Refusal,
     Reply,
     Request,
@@ -44,9 +40,7 @@ _REPLY_TIMEOUT_S = 1.0
 _SEARCH_EVERY_S = 0.1
 _ATTACH_EVERY_S = 0.02
 _RETRY_REFUSED_S = 1.0
-_TEND_EVERY_S = 0.5
-_PREPARE_EVERY_S = 0.1
-_PREPARE_BYTES = 16 << 20
+TEND_EVERY_S = 0.5
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -133,6 +127,10 @@ class Session:
     def _declare(self, connection: Connection) -> None:
         """Say what there is to attach. Raises Refused."""
 
+    def _request(self) -> Attach:
+        """How to ask for the attachment."""
+        return Attach(0)
+
     def _map(self, reply: Attached, fd: int | None) -> arena.Arena | None:
         """Take over the descriptor. Raises Refused when it cannot be used."""
         return None
@@ -142,7 +140,7 @@ class Session:
 
     def _prepare(self, attachment: Attachment) -> float:
         """Do some work ahead of the copies; how long to rest after it."""
-        return _TEND_EVERY_S
+        return TEND_EVERY_S
 
     def _drop(self, attachment: Attachment) -> None:
         """`attachment` is no longer published: end its use and give it back."""
@@ -155,9 +153,18 @@ class Session:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._pause(self._live())
+                self._pause(self._try_to_live())
         finally:
             self._end()
+
+    def _try_to_live(self) -> float:
+        """A fault of ours must not end the cache for as long as the engine lives."""
+        try:
+            return self._live()
+        except Exception:  # the boundary of the engine
+            logger.exception("the session with %s failed; it begins anew", self._path)
+            self._lose()
+            return _RETRY_REFUSED_S
 
     def _live(self) -> float:
         """One connection, from its beginning to its loss. Returns how long to wait before the next."""
@@ -207,11 +214,11 @@ class Session:
     def _attach(self, connection: Connection) -> Attachment:
         self._declare(connection)
         while True:
-            reply, fd = self._ask(connection, Attach(0))
+            reply, fd = self._ask(connection, self._request())
             if isinstance(reply, Attached):
                 mapping = self._map(reply, fd)
                 return Attachment(BootId(reply.boot_id), reply.epoch, reply.geometry, mapping, connection)
-            _expect_attaching(reply)
+            expect_attaching(reply)
             self._rest(connection, _ATTACH_EVERY_S)
 
     def _ask(self, connection: Connection, message: Request) -> tuple[Reply, int | None]:
@@ -308,70 +315,7 @@ class Session:
         os.close(self._wake_fd)
 
 
-class WorkerSession(Session):
-    """A worker's: declares its rank and maps the arena.
-
-    `on_lost` is called on the session's thread after `attachment` became None, also at close(). It returns only
-    when the last copy of this process has ended: right after it the arena is unmapped. So a copy must count as
-    running before it reads `attachment`.
-    """
-
-    def __init__(self, path: Path, engine: EngineKey, declaration: Declaration, on_lost: Callable[[], None]) -> None:
-        super().__init__(path, engine, "worker")
-        self._declaration = declaration
-        self._on_lost = on_lost
-        self._prepared_bytes = 0
-
-    def _declare(self, connection: Connection) -> None:
-        """Only called while no copy runs: the server takes it as the worker's word for that."""
-        reply, _ = self._ask(connection, Declare(0, self._declaration))
-        _expect_attaching(reply)
-
-    def _map(self, reply: Attached, fd: int | None) -> arena.Arena | None:
-        if fd is None:
-            raise Refused("the server sent no descriptor of its arena")
-        try:
-            return arena.attach(fd, reply.arena_bytes)
-        except OSError as error:
-            raise Refused(f"the arena of {reply.arena_bytes} bytes cannot be mapped: {error}") from error
-        finally:
-            # Only the mapping may hold the memory: it goes the moment the mapping does.
-            os.close(fd)
-
-    def _announce(self, attachment: Attachment) -> None:
-        attachment.connection.post(Mapped(0, attachment.epoch))
-
-    def _prepare(self, attachment: Attachment) -> float:
-        """Spare the first copies their page faults, as far as the server has made the arena resident."""
-        mapping = attachment.arena
-        assert mapping is not None, "a worker has mapped the arena"
-        step = min(_PREPARE_BYTES, mapping.num_bytes - self._prepared_bytes)
-        if not step:
-            return _TEND_EVERY_S
-        if not mapping.map_resident(self._prepared_bytes, step):
-            return _PREPARE_EVERY_S
-        self._prepared_bytes += step
-        return 0.0
-
-    def _drop(self, attachment: Attachment) -> None:
-        self._prepared_bytes = 0
-        self._on_lost()
-        assert attachment.arena is not None, "a worker has mapped the arena"
-        attachment.arena.close()
-
-    def _part(self, connection: Connection) -> None:
-        with suppress(ServerLost):
-            connection.post(Detach(0))
-
-
-class SchedulerSession(Session):
-    """The scheduler's: asks for the geometry once all ranks have mapped the arena."""
-
-    def __init__(self, path: Path, engine: EngineKey) -> None:
-        super().__init__(path, engine, "scheduler")
-
-
-def _expect_attaching(reply: Reply) -> None:
+def expect_attaching(reply: Reply) -> None:
     match reply:
         case Attaching():
             return

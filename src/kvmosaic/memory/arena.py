@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 
 from kvmosaic.core.types import unpack_extents
 from kvmosaic.errors import Refused, RemoteProtocolError
@@ -129,15 +130,11 @@ class Arena:
         makes a page resident: it would be charged to this process.
         """
         pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
-        if _LIBC.mincore(self.address + offset, length, pages) != 0:
-            raise _last_error("mincore")
-        if not _all_odd(bytes(pages)):
+        if _LIBC.mincore(self.address + offset, length, pages) != 0 or not _all_odd(bytes(pages)):
             return False
-        try:
+        # Where this fails, on Linux before 5.14 or for want of page tables, faults are taken one by one.
+        with suppress(OSError):
             self._advise(offset, length, _MADV_POPULATE_READ)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # Linux before 5.14: faults are taken one by one
-                raise
         return True
 
     def close(self) -> None:

@@ -48,7 +48,13 @@ class Declare(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Asks for the geometry; a worker's `Attached` carries the arena's descriptor as well."""
+    """Asks for the geometry; a worker's `Attached` carries the arena's descriptor as well.
+
+    A scheduler says in `weights` what its engine computes with since its last clear: a name that no other engine
+    has, so that it shares nothing with anyone; empty for the weights that were declared.
+    """
+
+    weights: str = ""
 
 
 class Attached(Message, frozen=True):
@@ -170,9 +176,11 @@ class Commit(Message, frozen=True):
 
 
 class Clear(Message, frozen=True):
-    """Forget objects: `model` names one model, empty means all; an engine's session clears its own."""
+    """Forget objects. For an operator `model` names one model, empty means all. An engine leaves its namespace for
+    one of its own, named by `weights` as in Attach; what it leaves is forgotten unless another engine uses it."""
 
     model: str = ""
+    weights: str = ""
 
 
 class Cleared(Message, frozen=True):

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from kvmosaic.core.types import EngineKey
+import xxhash
+
+from kvmosaic.core.types import EngineKey, Namespace
 from kvmosaic.errors import Refused
 from kvmosaic.layout.groups import Declaration, Geometry
 from kvmosaic.protocol.messages import Role
@@ -55,6 +57,8 @@ class Engine:
         self.epoch = 0
         self.ranks: dict[int, Rank] = {}
         self.geometry: Geometry | None = None
+        # What it computes with since its last clear; empty: as its ranks declared.
+        self.weights = ""
         self.refusal: str | None = None
         self.logged_refusal: str | None = None
         self.sessions: list[Session] = []
@@ -65,6 +69,15 @@ class Engine:
     def world(self) -> int:
         """How many ranks it has; 0 before the first one declared."""
         return max((rank.declaration.world for rank in self.ranks.values()), default=0)
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """Whom it shares objects with; None without a geometry."""
+        if self.geometry is None:
+            return None
+        if not self.weights:
+            return Namespace(self.geometry.namespace)
+        return Namespace(xxhash.xxh3_128_digest(self.geometry.namespace + self.weights.encode()))
 
     @property
     def ready(self) -> bool:

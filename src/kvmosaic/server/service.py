@@ -164,7 +164,8 @@ class Service:
         if engine.refusal is not None:
             return self._refuse(engine, declare, engine.refusal)
         if engine.geometry is not None:
-            self._open(engine, engine.geometry)
+            self._enter(engine)
+            self._log_geometry(engine.key, engine.geometry)
         return wire.Attaching(declare.id, engine.declared_ranks(), engine.world)
 
     def _refuse(self, engine: Engine, declare: wire.Declare, reason: str) -> Reply:
@@ -174,18 +175,17 @@ class Service:
             engine.logged_refusal = reason
         return wire.Refusal(declare.id, reason)
 
-    def _open(self, engine: Engine, geometry: Geometry) -> None:
-        self._cache.open(Namespace(geometry.namespace), geometry)
+    def _log_geometry(self, key: EngineKey, geometry: Geometry) -> None:
         _log.info(
             "engine %s: %s, %d tokens a chunk, %d object group(s), namespace %s",
-            engine.key,
+            key,
             geometry.model,
             geometry.chunk_tokens,
             len(geometry.object_groups),
             geometry.namespace.hex(),
         )
         for warning in geometry.warnings:
-            _log.warning("engine %s: %s", engine.key, warning)
+            _log.warning("engine %s: %s", key, warning)
 
     def _attach(self, session: Session, engine: Engine, attach: wire.Attach) -> Reply:
         if engine.refusal is not None:
@@ -196,6 +196,7 @@ class Service:
         else:
             complete = engine.ready
             waiting_for = engine.mapped_ranks()
+            self._move(engine, attach.weights)
         if not complete or engine.geometry is None:
             return wire.Attaching(attach.id, waiting_for, engine.world)
         return wire.Attached(attach.id, self.boot_id, engine.epoch, self._pool.capacity_bytes, engine.geometry)
@@ -203,11 +204,10 @@ class Service:
     # Load.
 
     def _lookup(self, engine: Engine, lookup: wire.Lookup) -> Reply:
-        geometry = _ready_geometry(engine, lookup.epoch)
-        if geometry is None:
+        namespace = _ready_namespace(engine, lookup.epoch)
+        if namespace is None:
             return wire.NotReady(lookup.id)
         digests = _digests(lookup.digests, lookup.digest_bytes, lookup.first_chunk)
-        namespace = Namespace(geometry.namespace)
         answer = self._cache.lookup(engine.key, lookup.request, namespace, lookup.first_chunk, digests, self._clock())
         match answer:
             case values.Hit(boundary, full_chunks, first_chunks, extents, counts):
@@ -218,11 +218,11 @@ class Service:
     # Store.
 
     def _reserve(self, engine: Engine, reserve: wire.Reserve) -> Reply:
-        geometry = _ready_geometry(engine, reserve.epoch)
-        if geometry is None:
+        namespace = _ready_namespace(engine, reserve.epoch)
+        if namespace is None:
             return wire.NotReady(reserve.id)
         chains = [_chain(chain) for chain in reserve.chains]
-        reservation = self._cache.reserve(engine.key, Namespace(geometry.namespace), chains, self._clock())
+        reservation = self._cache.reserve(engine.key, namespace, chains, self._clock())
         extents, counts = pack_objects(reservation.objects)
         return wire.Reserved(reserve.id, reservation.id, reservation.outcomes, extents, counts)
 
@@ -230,10 +230,11 @@ class Service:
 
     def _clear(self, session: Session, clear: wire.Clear) -> Reply:
         if session.engine is not None:
-            geometry = session.engine.geometry
-            if geometry is None:
+            if not clear.weights:
+                raise RemoteProtocolError("an engine's Clear must name its weights from now on")
+            if session.engine.geometry is None:
                 return wire.NotReady(clear.id)
-            return wire.Cleared(clear.id, self._cache.clear(Namespace(geometry.namespace)))
+            return wire.Cleared(clear.id, self._move(session.engine, clear.weights))
         if not clear.model:
             return wire.Cleared(clear.id, self._cache.clear(None))
         known = self._cache.stats().namespaces
@@ -243,6 +244,24 @@ class Service:
             return wire.Failed(clear.id, f"model {clear.model!r} is not here; known models: {models}")
         return wire.Cleared(clear.id, sum(self._cache.clear(namespace) for namespace in chosen))
 
+    def _move(self, engine: Engine, weights: str) -> int:
+        """Let an engine store and find under these weights; how many objects were forgotten, since nobody is left
+        who computes with the old ones."""
+        left, engine.weights = engine.namespace, weights
+        self._enter(engine)
+        if left is None or any(other.namespace == left for other in self.engines):
+            return 0
+        forgotten = self._cache.clear(left)
+        self._drop_unused()
+        return forgotten
+
+    def _enter(self, engine: Engine) -> None:
+        if engine.namespace is not None and engine.geometry is not None:
+            self._cache.open(engine.namespace, engine.geometry)
+
+    def _drop_unused(self) -> None:
+        self._cache.drop_empty({engine.namespace for engine in self.engines})
+
     def _settle(self) -> None:
         """Bury what nobody can touch any more."""
         for engine in self.engines:
@@ -251,6 +270,7 @@ class Service:
                 self._cache.bury(engine.key)
                 self.engines.buried(engine)
         self.engines.drop_empty()
+        self._drop_unused()
 
 
 def _check_allowed(session: Session, request: Request) -> None:
@@ -263,8 +283,8 @@ def _check_allowed(session: Session, request: Request) -> None:
         raise RemoteProtocolError(f"{name} is one-way and must have id 0, not {request.id}")
 
 
-def _ready_geometry(engine: Engine, epoch: int) -> Geometry | None:
-    return engine.geometry if engine.ready and epoch == engine.epoch else None
+def _ready_namespace(engine: Engine, epoch: int) -> Namespace | None:
+    return engine.namespace if engine.ready and epoch == engine.epoch else None
 
 
 def _digests(packed: bytes, digest_bytes: int, first_chunk: int) -> PackedDigests:

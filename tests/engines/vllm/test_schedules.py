@@ -188,6 +188,39 @@ def test_a_clear_forgets_this_model_only(server: ServerProcess, engine: Build) -
     assert other.serve("kept", tokens) == 576
 
 
+def test_an_engine_that_clears_shares_nothing_with_others_of_its_model(server: ServerProcess, engine: Build) -> None:
+    one, other = engine("full"), engine("full")
+    tokens = prompt(17, 600)
+    one.serve("cold", tokens)
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+
+    assert other.serve("keeps", tokens) == 512
+    assert one.serve("new weights", tokens) == 0
+    one.drop_own_cache()
+    assert one.serve("stored anew", tokens) == 512
+    server.restart()
+    wait_until(lambda: sum(each["ready"] for each in server.status()["engines"]) == 2)
+    one.drop_own_cache()
+    one.serve("stored again", tokens)
+    other.drop_own_cache()
+    assert other.serve("other weights", tokens) == 0
+
+
+def test_a_clear_that_the_server_does_not_confirm_still_separates(server: ServerProcess, engine: Build) -> None:
+    one = engine("full")
+    tokens = prompt(18, 600)
+    one.serve("cold", tokens)
+    server.pause()
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+    one.drop_own_cache()
+    assert one.serve("while paused", tokens) == 0
+    server.resume()
+    wait_until(lambda: one.connector._scheduler._session.attachment is not None)
+    one.drop_own_cache()
+
+    assert one.serve("new weights", tokens) == 0
+
+
 def test_an_engine_without_a_server_computes(engine: Build, tmp_path: Any) -> None:
     one = engine("window")
     tokens = prompt(13, 600)

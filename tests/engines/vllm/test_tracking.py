@@ -1,9 +1,7 @@
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 
 from kvmosaic.core.types import BootId
-from kvmosaic.engines.vllm.tracking import RequestState, adapter_fingerprint
+from kvmosaic.engines.vllm.tracking import RequestState
 from tests.engines.geometries import full_only, hybrid
 
 LIFE = (BootId("boot"), 1)
@@ -103,26 +101,14 @@ def test_a_clear_ends_the_trust_until_the_request_is_computed_anew() -> None:
     assert state.trusted
 
 
-def test_an_adapter_saved_again_has_another_fingerprint(tmp_path: Path) -> None:
-    (tmp_path / "adapter.bin").write_bytes(b"one")
-    lora = SimpleNamespace(lora_path=str(tmp_path), lora_name="a")
-    before = adapter_fingerprint(lora)
-    assert adapter_fingerprint(lora) == before
-    (tmp_path / "adapter.bin").write_bytes(b"two!")
-
-    assert adapter_fingerprint(lora) != before
-    assert adapter_fingerprint(None) == b""
-
-
-def test_adapters_do_not_share_digests(tmp_path: Path) -> None:
-    (tmp_path / "adapter.bin").write_bytes(b"one")
-    plain, adapted = FakeRequest(), FakeRequest(lora_request=SimpleNamespace(lora_path=str(tmp_path)))
+def test_adapters_do_not_share_digests() -> None:
     states = []
-    for request in (plain, adapted):
+    for adapter in (b"", b"one", b"two"):
+        request = FakeRequest()
         request.grow(8)
-        state = RequestState(request)
+        state = RequestState(request, adapter)
         state.adopt(LIFE, hybrid())
         state.hashed_chunks()
         states.append(state)
 
-    assert states[0].digests != states[1].digests
+    assert len({tuple(state.digests) for state in states}) == 3

@@ -15,6 +15,7 @@ from kvmosaic.client import Attachment, SchedulerClient, SchedulerSession
 from kvmosaic.core.types import BootId, Kind, ReservationId
 from kvmosaic.engines.plans import LoadPlan, StorePlan
 from kvmosaic.engines.tables import Tables
+from kvmosaic.engines.vllm.adapters import Adapters
 from kvmosaic.engines.vllm.banner import describe
 from kvmosaic.engines.vllm.loads import failing_load, plan_load
 from kvmosaic.engines.vllm.plans import ConnectorMeta, WorkerReport, join_reports
@@ -26,9 +27,6 @@ from kvmosaic.layout.groups import Geometry
 from kvmosaic.protocol.messages import Hit
 
 logger = logging.getLogger(__name__)
-
-OWED_CLEAR_S = 0.01
-"""How long a step waits for a clear that was asked for while there was no server."""
 
 OWED_DEADLINE_S = 30.0
 """How long an idle engine keeps stepping for a rank's report; a later report still counts."""
@@ -64,11 +62,17 @@ class SchedulerHalf:
         self._step_open = False
         self._known_geometry: Geometry | None = None
         self._foreign = False
-        self._clear_owed = False
+        self._adapters = Adapters()
         self._requests: dict[str, RequestState] = {}
         self._loads: dict[str, LoadPlan] = {}
         self._in_flight: dict[str, RequestState] = {}
         self._owed: dict[ReservationId, Owed] = {}
+
+    def greet(self) -> None:
+        """At the start of the engine: say what can hit, if the server is there already."""
+        attachment = self._session.attachment
+        if attachment is not None:
+            self._check_geometry(attachment.geometry)
 
     # Requests
 
@@ -89,7 +93,7 @@ class SchedulerHalf:
         state = self._state(request)
         state.readmit(own_tokens)
         geometry = self._begin_step()
-        if geometry is None or state.no_load or request.skip_reading_prefix_cache:
+        if geometry is None or state.no_load or not state.served or request.skip_reading_prefix_cache:
             return 0
         self._adopt(state, geometry)
         first = own_tokens // geometry.chunk_tokens
@@ -204,7 +208,7 @@ class SchedulerHalf:
         found = []
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None:
+            if state is None or not state.served:
                 continue
             self._adopt(state, geometry)
             start = state.request.num_computed_tokens
@@ -256,12 +260,11 @@ class SchedulerHalf:
         limit_s = time.monotonic() - OWED_DEADLINE_S
         return any(owed.since_s > limit_s for owed in self._owed.values())
 
-    def clear(self) -> bool:
-        """Forget this model's objects on the server; False when a reachable server did not confirm."""
+    def clear(self) -> None:
+        """Share nothing with what was stored before: the engine's weights may be about to change."""
         for state in self._requests.values():
             state.distrust()
-        self._clear_owed = not self._client.clear()
-        return not self._clear_owed or self._attachment is None
+        self._client.clear()
 
     def close(self) -> None:
         """End the session; the server forgets the engine when its workers have gone too."""
@@ -272,7 +275,9 @@ class SchedulerHalf:
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = RequestState(request)
+            adapter = self._adapters.fingerprint(request.lora_request)
+            state = self._requests[request.request_id] = RequestState(request, adapter or b"")
+            state.served = adapter is not None
         return state
 
     def _adopt(self, state: RequestState, geometry: Geometry) -> None:
@@ -292,10 +297,8 @@ class SchedulerHalf:
             self._attachment = self._client.begin_step()
         if self._attachment is None:
             return None
-        if self._clear_owed:
-            self._clear_owed = not self._client.clear(OWED_CLEAR_S)
         self._check_geometry(self._attachment.geometry)
-        return None if self._foreign or self._clear_owed else self._attachment.geometry
+        return None if self._foreign else self._attachment.geometry
 
     def _check_geometry(self, geometry: Geometry) -> None:
         if geometry == self._known_geometry:

@@ -50,9 +50,13 @@ def start_scheduler(options: Options, vllm_config: Any, kv_cache_config: Any) ->
         session.close()
         raise Refused(refusal)
     if state is not State.READY:
-        logger.warning("kvmosaic: no server on %s yet; the engine runs without it until one is", options.socket)
+        logger.warning(
+            "kvmosaic is %s on %s; the engine runs without it until it is ready", state.value, options.socket
+        )
     client = SchedulerClient(session, budget_s=options.lookup_timeout_ms / 1000)
-    return SchedulerHalf(client, session, vllm_config, kv_cache_config)
+    half = SchedulerHalf(client, session, vllm_config, kv_cache_config)
+    half.greet()
+    return half
 
 
 def listens(options: Options) -> bool:
@@ -72,9 +76,13 @@ def autostart(options: Options, size_gb: float) -> None:
     command = [sys.executable, "-m", "kvmosaic", "server", "--l1-size-gb", f"{size_gb:g}", "--http", "off"]
     command += ["--socket", str(options.socket), "--exit-when-idle-s", str(LINGER_S)]
     log = options.socket.with_suffix(".log")
-    options.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     detach = ["sh", "-c", '"$@" </dev/null >>"$0" 2>&1 &', str(log)]
-    subprocess.run([*detach, *command], check=True, start_new_session=True)
+    try:
+        options.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        subprocess.run([*detach, *command], check=True, start_new_session=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.error("kvmosaic.autostart: no server could be started: %s", error)
+        return
     deadline = time.monotonic() + AUTOSTART_S
     while not listens(options):
         if time.monotonic() > deadline:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvmosaic.core.types import BootId
@@ -43,11 +42,13 @@ class RequestState:
         "own_tokens",
         "planned",
         "request",
+        "served",
         "step_ends",
         "trusted",
     )
 
-    def __init__(self, request: Any) -> None:  # Any: vLLM's Request
+    def __init__(self, request: Any, adapter: bytes = b"") -> None:  # Any: vLLM's Request
+        """`adapter` is what adapters.Adapters says of the request's."""
         self.request = request
         self.geometry: Geometry | None = None
         self.life: tuple[BootId, int] | None = None
@@ -60,7 +61,8 @@ class RequestState:
         self.answer: Answer | None = None
         self.asked = False
         self.no_load = False
-        self._salt = adapter_fingerprint(request.lora_request)
+        self.served = True
+        self._salt = adapter
 
     def readmit(self, own_tokens: int) -> None:
         """The engine admits the request anew, with this much of its own: its block tables are new."""
@@ -133,20 +135,3 @@ class RequestState:
         if not self._salt:
             return bytes(block_hash)
         return hashlib.sha256(block_hash + self._salt).digest()
-
-
-def adapter_fingerprint(lora_request: Any) -> bytes:
-    """What tells apart two adapters of one name and path: their files' names, sizes and times; empty without one.
-
-    The engine's block hashes hold the adapter's name and path only, so files replaced in place would hit.
-    """
-    if lora_request is None:
-        return b""
-    path = Path(lora_request.lora_path)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    seal = hashlib.sha256(str(path).encode())
-    for file in files:
-        if file.is_file():
-            stat = file.stat()
-            seal.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    return seal.digest()
