@@ -23,7 +23,7 @@ from tests.engine.processes import (
     num_ready,
     running_engine,
 )
-from tests.serving import ServerProcess, wait_until
+from kvmosaic.testing.serving import ServerProcess, wait_until
 
 CHUNK = 256
 SCHEDULE_BUDGET_S = 0.050
