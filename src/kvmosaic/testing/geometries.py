@@ -42,13 +42,19 @@ class Geometry:
         """Whether it has layers of a draft model, so that the engine must speculate with one."""
         return any(name.startswith(DRAFT) for name in self.specs(1))
 
+    @property
+    def sparse(self) -> bool:
+        """Whether the engine's own cache may keep only some blocks of a group."""
+        kinds = (MambaSpec, SlidingWindowSpec, SlidingWindowMLASpec)
+        return any(isinstance(spec, kinds) for spec in self.specs(0).values())
 
-def full(block: int = 16, heads: int = 1, size: int = 32) -> FullAttentionSpec:
+
+def full(block: int = 16, heads: int = 1, size: int = 64) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=size, dtype=BF16)
 
 
 def window(tokens: int, block: int = 16, heads: int = 1) -> SlidingWindowSpec:
-    return SlidingWindowSpec(block_size=block, num_kv_heads=heads, head_size=32, dtype=BF16, sliding_window=tokens)
+    return SlidingWindowSpec(block_size=block, num_kv_heads=heads, head_size=64, dtype=BF16, sliding_window=tokens)
 
 
 def state(block: int, num_drafts: int = 0, width: int = 8) -> MambaSpec:
@@ -156,9 +162,7 @@ GEOMETRIES: dict[str, Geometry] = {
         lambda _: layers("f", full(), 1) | layers("w", window(40), 1) | layers(DRAFT, window(60), 1)
     ),
     "draft and state": Geometry(
-        lambda drafts: (
-            layers("f", full(32), 1) | layers("s", state(32, drafts), 1) | layers(DRAFT, full(32, size=32), 1)
-        ),
+        lambda drafts: layers("f", full(32), 1) | layers("s", state(32, drafts), 1) | layers(DRAFT, full(32), 1),
         block=32,
     ),
 }

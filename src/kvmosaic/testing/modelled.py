@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -69,8 +68,12 @@ class ModelledEngine:
         self.random = random.Random(seed)
         self.before_loads: Callable[[Any], None] = lambda meta: None
         """Called with the connector's metadata before the loads of a step start."""
+        self.after_loads: Callable[[], None] = lambda: None
+        """Called when they have started."""
         self.workers: list[Any] = []
-        self.runner = Runner([self._rank(rank, salt) for rank in range(geometry.ranks)], self._accept)
+        pages = [self._rank(rank, salt) for rank in range(geometry.ranks)]
+        exact_drafts = getattr(self.plan.configs[0], "num_hash_lookahead_tokens", 0) > 0
+        self.runner = Runner(pages, self._accept, exact_drafts)
         self.scheduler = self._start_scheduler(self.plan)
         self.connector = self.scheduler.connector
         self.sequences: dict[str, Sequence] = {}
@@ -144,6 +147,18 @@ class ModelledEngine:
     def drop_own_cache(self) -> None:
         assert self.scheduler.reset_prefix_cache()
         self._poison_free_blocks()
+
+    def holds_waiting(self) -> bool:
+        """Whether a request that does not run holds blocks: then vLLM cannot preempt everything."""
+        running = {request.request_id for request in self.scheduler.running}
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        return any(manager.req_to_blocks.get(name) for manager in managers for name in self.sequences.keys() - running)
+
+    def reset(self, running: bool, connector: bool) -> bool:
+        """As the engine's core resets: `running` preempts everything first, `connector` clears the server too."""
+        done = self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        self._poison_free_blocks()
+        return bool(done)
 
     def evict(self, choose: Callable[[list[Any]], list[Any]]) -> int:
         """Drop some of the cached blocks that nobody uses from the engine's own cache; how many."""
@@ -246,6 +261,9 @@ class ModelledEngine:
             worker.bind_connector_metadata(output.kv_connector_metadata)
         step.sampled = self.runner.forward(step.parts)
         self.before_loads(output.kv_connector_metadata)
+        for worker in self.workers:
+            worker.start_load_kv(None)
+        self.after_loads()
         names = list(step.sampled)
         outputs = [
             ModelRunnerOutput(
@@ -259,7 +277,6 @@ class ModelledEngine:
         step.result = self._reports.aggregate(outputs)
 
     def _transfer(self, worker: Any, output: Any) -> KVConnectorOutput:
-        worker.start_load_kv(None)
         if not self.settings.late_save:
             worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
@@ -308,7 +325,3 @@ class ModelledEngine:
         assert all(pages.is_poison(0) for pages in self.runner.ranks), "the null block was written"
         for worker in self.workers:
             worker._worker.check()
-
-
-def total_checks(engines: list[ModelledEngine]) -> int:
-    return int(np.sum([engine.runner.num_checks for engine in engines]))

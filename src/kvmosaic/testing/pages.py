@@ -47,8 +47,14 @@ class Layer:
 
     name: str
     view: Bytes
+    slot_tokens: int
     salt: int
     lookahead: int
+
+    @property
+    def slots(self) -> int:
+        """In one block."""
+        return self.view.shape[1]
 
     def content(self, marks: Marks) -> Bytes:
         """The bytes that stand for these marks, shape [marks, bytes]."""
@@ -65,14 +71,9 @@ class Group:
     number: int
     use: Use
     block_tokens: int
-    slot_tokens: int
     memory: int
     replay: bool
     layers: tuple[Layer, ...]
-
-    @property
-    def slots(self) -> int:
-        return self.block_tokens // self.slot_tokens
 
 
 class Pages:
@@ -112,12 +113,10 @@ class Pages:
         ]
         spec = next(iter(specs.values()))
         use = use_of(spec)
-        slots = layers[0].view.shape[1] if layers else 1
         return Group(
             number=number,
             use=use,
             block_tokens=spec.block_size,
-            slot_tokens=spec.block_size // slots,
             memory=spec.sliding_window - 1 if use is Use.WINDOW else 0,
             replay=bool(getattr(spec, "bounded_replay", False)),
             layers=tuple(layers),
@@ -136,7 +135,7 @@ class Pages:
         )
         replicated = getattr(spec, "max_tp_shards", None) == 1
         salt = mark_of(f"{engine_salt}/{'' if replicated else rank_salt}/{name}")
-        return Layer(name, view, salt, int(name.startswith(DRAFT)))
+        return Layer(name, view, spec.block_size // slots, salt, int(name.startswith(DRAFT)))
 
 
 def use_of(spec: Any) -> Use:  # Any: vLLM's classes are not typed here

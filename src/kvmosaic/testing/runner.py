@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvmosaic.testing.pages import Group, Pages, Use
+from kvmosaic.testing.pages import Group, Layer, Pages, Use
 from kvmosaic.testing.sequences import Ints
 from kvmosaic.testing.sequences import Sequence as Truth
 
 WRONG = np.uint64(0x5DEECE66D)
 
 
-class WrongBytes(AssertionError):
+class WrongBytesError(AssertionError):
     """The engine would have read something else than what the tokens stand for."""
 
     def __init__(self, request: str, group: int, positions: tuple[int, int], why: str) -> None:
@@ -55,6 +55,7 @@ class Running:
     valid: int
     known: int
     replay_start: int
+    replay_end: int
     column: int | None = None
     accepted: int = 1
 
@@ -95,10 +96,12 @@ class Span:
 @dataclass(slots=True)
 class Runner:
     """`accept(name, proposed)` says how many of the proposed tokens a model would accept when their values are
-    not known before the step."""
+    not known before the step. `exact_drafts`: the engine's hashes cover the token after a block, too; otherwise its
+    own cache shares the last draft slot of a block between prompts that go on differently."""
 
     ranks: Sequence[Pages]
     accept: Callable[[str, int], int]
+    exact_drafts: bool
     num_checks: int = 0
     _running: dict[str, Running] = field(default_factory=dict)
 
@@ -129,8 +132,8 @@ class Runner:
 
     def _span(self, part: Part) -> Span:
         if part.fresh:
-            replay_start = part.start if part.replay_end > part.start else 0
-            self._running[part.name] = Running(part.start, part.known, replay_start)
+            replay_start = part.start if part.replay_end else 0
+            self._running[part.name] = Running(part.start, part.known, replay_start, part.replay_end)
         running = self._running[part.name]
         start = running.valid
         end = start + part.num_tokens - len(part.drafts)
@@ -183,12 +186,12 @@ class Runner:
     def _check_whole(self, span: Span, group: Group, block: int) -> None:
         where = (span.part.name, group.number, (span.start, span.start))
         if block == 0:
-            raise WrongBytes(*where, "there is no block")
+            raise WrongBytesError(*where, "there is no block")
         for layer in group.layers:
             self.num_checks += 1
             want = layer.content(span.part.truth.marks(np.array([span.start])))[0]
             if not np.array_equal(layer.view[block, 0], want):
-                raise WrongBytes(*where, f"the state in block {block} of layer {layer.name}")
+                raise WrongBytesError(*where, f"the state in block {block} of layer {layer.name}")
 
     # Attention
 
@@ -197,50 +200,52 @@ class Runner:
         for group in pages.groups:
             if group.use in (Use.STATE, Use.RING):
                 continue
-            start = span.start if group.replay else max(span.start, part.replay_end)
-            numbers = np.arange(start // group.slot_tokens, -(-(span.start + part.num_tokens) // group.slot_tokens))
-            blocks = blocks_of(group, part.tables, numbers)
-            numbers, blocks = numbers[blocks != 0], blocks[blocks != 0]
-            ends = (numbers + 1) * group.slot_tokens
+            start = span.start if group.replay else max(span.start, span.running.replay_end)
             for layer in group.layers:
+                last = -(-(span.start + part.num_tokens) // layer.slot_tokens)
+                numbers = np.arange(start // layer.slot_tokens, last)
+                blocks = blocks_of(part.tables[group.number], layer, numbers)
+                numbers, blocks = numbers[blocks != 0], blocks[blocks != 0]
+                ends = (numbers + 1) * layer.slot_tokens
                 marks = part.truth.marks(ends + layer.lookahead)
                 marks = np.where(ends <= span.valid, marks, marks ^ WRONG)
-                layer.view[blocks, numbers % group.slots] = layer.content(marks)
+                layer.view[blocks, numbers % layer.slots] = layer.content(marks)
 
     def _check(self, pages: Pages, span: Span) -> None:
         part, running = span.part, span.running
         for group in pages.groups:
             if group.use in (Use.STATE, Use.RING):
                 continue
-            end = span.start if group.replay else max(span.start, part.replay_end)
-            start = max(0, span.start - group.memory) if group.use is Use.WINDOW else 0
+            end = span.start if group.replay else max(span.start, span.running.replay_end)
+            start = max(0, end - group.memory) if group.use is Use.WINDOW else 0
             if group.replay:
                 start = max(start, running.replay_start)
-            numbers = np.arange(-(-start // group.slot_tokens), end // group.slot_tokens)
-            if len(numbers):
-                self._check_slots(part, group, numbers)
+            for layer in group.layers:
+                numbers = np.arange(-(-start // layer.slot_tokens), end // layer.slot_tokens)
+                if layer.lookahead and not self.exact_drafts:
+                    numbers = numbers[(numbers + 1) % layer.slots != 0]
+                if len(numbers):
+                    self._check_slots(part, group, layer, numbers)
 
-    def _check_slots(self, part: Part, group: Group, numbers: Ints) -> None:
-        blocks = blocks_of(group, part.tables, numbers)
-        ends = (numbers + 1) * group.slot_tokens
+    def _check_slots(self, part: Part, group: Group, layer: Layer, numbers: Ints) -> None:
+        blocks = blocks_of(part.tables[group.number], layer, numbers)
+        ends = (numbers + 1) * layer.slot_tokens
         if not blocks.all():
-            raise wrong_slots(part, group, numbers[blocks == 0], "there is no block")
-        for layer in group.layers:
-            self.num_checks += len(set(blocks.tolist()))
-            want = layer.content(part.truth.marks(ends + layer.lookahead))
-            equal = (layer.view[blocks, numbers % group.slots] == want).all(axis=1)
-            if not equal.all():
-                raise wrong_slots(part, group, numbers[~equal], f"layer {layer.name}, blocks {blocks[~equal]}")
+            raise wrong_slots(part, group, ends[blocks == 0], "there is no block")
+        self.num_checks += len(set(blocks.tolist()))
+        want = layer.content(part.truth.marks(ends + layer.lookahead))
+        equal = (layer.view[blocks, numbers % layer.slots] == want).all(axis=1)
+        if not equal.all():
+            raise wrong_slots(part, group, ends[~equal], f"layer {layer.name}, blocks {sorted(set(blocks[~equal]))}")
 
 
-def blocks_of(group: Group, tables: tuple[Sequence[int], ...], numbers: Ints) -> Ints:
-    """The blocks that hold these slots."""
-    return np.asarray(tables[group.number], dtype=np.int64)[numbers // group.slots]
+def blocks_of(table: Sequence[int], layer: Layer, numbers: Ints) -> Ints:
+    """The blocks that hold these slots of a layer."""
+    return np.asarray(table, dtype=np.int64)[numbers // layer.slots]
 
 
-def wrong_slots(part: Part, group: Group, numbers: Ints, why: str) -> WrongBytes:
-    first, last = int(numbers[0]), int(numbers[-1])
-    return WrongBytes(part.name, group.number, (first * group.slot_tokens, (last + 1) * group.slot_tokens), why)
+def wrong_slots(part: Part, group: Group, ends: Ints, why: str) -> WrongBytesError:
+    return WrongBytesError(part.name, group.number, (int(ends[0]) - 1, int(ends[-1])), why)
 
 
 def write_whole(truth: Truth, group: Group, block: int, end: int | None) -> None:
