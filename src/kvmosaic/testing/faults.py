@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,11 @@ class Faults:
 
     slow: deque[int] = field(default_factory=deque)
     broken: deque[tuple[int, str]] = field(default_factory=deque)
+    interrupt: Callable[[], None] | None = None
+    """Called once, in the middle of the next store."""
+    stores: set[int] = field(default_factory=set)
     num_failed: int = 0
+    _all_loads: bool = False
     _gates: dict[int, Gate] = field(default_factory=dict)
     _breaks: dict[tuple[int, int], str] = field(default_factory=dict)
     _kept: list[CopyPlan] = field(default_factory=list)  # so that no id is used twice
@@ -47,14 +51,16 @@ class Faults:
                 meta.busy = True  # only the copy thread can be held
                 self._gates[id(load.copies[0])] = Gate(step + self.slow.popleft())
                 self._kept.append(load.copies[0])
-            if load.copies and self.broken and self.broken[0][1].startswith("load"):
+            if load.copies and (self._all_loads or (self.broken and self.broken[0][1].startswith("load"))):
                 self._break(load.copies[-1])
+        self.stores = {id(copy) for store in meta.stores for copy in store.copies}
         for store in meta.stores:
             if store.copies and self.broken and self.broken[0][1].startswith("store"):
                 self._break(store.copies[0])
 
     def _break(self, copy: CopyPlan) -> None:
-        rank, how = self.broken.popleft()
+        rank, how = (0, "load") if self._all_loads else self.broken.popleft()
+        self._all_loads |= how == "loads"
         self._breaks[id(copy), rank] = how
         self._kept.append(copy)
 
@@ -102,6 +108,11 @@ def installed(engines: list[Faults]) -> Iterator[None]:
         how = next(filter(None, (faults.failure(plan, self._rank) for faults in engines)), None)
         if how == "store":
             return np.zeros(plan.num_objects, dtype=np.bool_)
+        for faults in engines:
+            if faults.interrupt is not None and id(plan) in faults.stores:
+                interrupt, faults.interrupt = faults.interrupt, None
+                interrupt()
+                stop = lambda: False  # noqa: E731  # a copy looks only now and then whether it should stop
         complete = store(self, plan, stop)
         if how is not None:
             complete[plan.num_objects // 2 :] = False

@@ -148,6 +148,11 @@ class ModelledEngine:
         assert self.scheduler.reset_prefix_cache()
         self._poison_free_blocks()
 
+    def reweigh(self, salt: str) -> None:
+        """New weights in place; every cache was cleared before."""
+        for pages in self.runner.ranks:
+            pages.reweigh(salt)
+
     def holds_waiting(self) -> bool:
         """Whether a request that does not run holds blocks: then vLLM cannot preempt everything."""
         running = {request.request_id for request in self.scheduler.running}
@@ -208,8 +213,17 @@ class ModelledEngine:
                 self.external[request_id] = stats.num_external_cached_tokens
         fresh = {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
         parts = [self._part(name, output, name in fresh) for name in output.num_scheduled_tokens]
+        self._check_targets(output.kv_connector_metadata)
         self._poison_free_blocks()
         return Step(output, parts)
+
+    def _check_targets(self, meta: Any) -> None:
+        """A load may only write blocks that one request holds and that nobody can find by their hash."""
+        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
+        for load in meta.loads:
+            written = {int(block) for copy in load.copies for ids in copy.block_ids for block in ids.ravel()} - {0}
+            shared = [b for b in sorted(written) if blocks[b].ref_cnt != 1 or blocks[b].block_hash is not None]
+            assert not shared, f"{load.request}: its load writes to blocks {shared}, which others may read"
 
     def _part(self, name: str, output: Any, fresh: bool) -> Part:
         request = self.scheduler.requests[name]

@@ -82,9 +82,14 @@ class Pages:
     def __init__(self, config: KVCacheConfig, raw: Bytes, rank_salt: str, engine_salt: str) -> None:
         self.raw = raw
         self._config = config
-        self._salts = (rank_salt, engine_salt)
-        self.groups = tuple(self._group(number) for number in range(len(config.kv_cache_groups)))
+        self._rank_salt = rank_salt
+        self.reweigh(engine_salt)
         raw[:] = POISON
+
+    def reweigh(self, engine_salt: str) -> None:
+        """From now on other bytes stand for the same marks."""
+        self._engine_salt = engine_salt
+        self.groups = tuple(self._group(number) for number in range(len(self._config.kv_cache_groups)))
 
     def fill(self, blocks: list[int], value: int) -> None:
         """Overwrite these blocks in every group: they share their bytes."""
@@ -123,7 +128,6 @@ class Pages:
         )
 
     def _layer(self, tensor: Any, index: int, spec: Any) -> Layer:  # Any: vLLM's classes are not typed here
-        rank_salt, engine_salt = self._salts
         name = tensor.layers[index]
         slots = 1 if use_of(spec) in (Use.STATE, Use.RING) else int(spec.num_states)
         payload = math.prod(compute_layer_kv_cache_shape_bytes(spec, 1)[1:])
@@ -134,7 +138,7 @@ class Pages:
             (tensor.block_stride, payload // slots, 1),
         )
         replicated = getattr(spec, "max_tp_shards", None) == 1
-        salt = mark_of(f"{engine_salt}/{'' if replicated else rank_salt}/{name}")
+        salt = mark_of(f"{self._engine_salt}/{'' if replicated else self._rank_salt}/{name}")
         return Layer(name, view, spec.block_size // slots, salt, int(name.startswith(DRAFT)))
 
 

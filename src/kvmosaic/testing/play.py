@@ -43,6 +43,7 @@ class Counts:
     failed_loads: int = 0
     evictions: int = 0
     restarts: int = 0
+    cuts: int = 0
     clears: int = 0
 
     def add(self, other: Counts) -> None:
@@ -66,6 +67,8 @@ class Play:
         self._folder = servers.folder
         self._faults = [Faults() for _ in range(schedule.engines)]
         self._asked: list[tuple[int, Ask]] = []
+        self._weights = 0
+        self._scattered = False
 
     def run(self) -> Counts:
         faults_before = dict(swallowed)
@@ -86,7 +89,7 @@ class Play:
         self._server.clear()
         schedule = self.schedule
         for number in range(schedule.engines):
-            stranger = schedule.stranger and number == schedule.engines - 1
+            stranger = self._salt(number)
             settings = schedule.settings
             if stranger:
                 values = {one.name: getattr(settings, one.name) for one in fields(settings)}
@@ -101,7 +104,7 @@ class Play:
                 },
                 settings,
                 seed=schedule.seed + number,
-                salt="stranger" if stranger else "",
+                salt=stranger,
             )
             faults = self._faults[number]
             engine.before_loads = partial(plan_faults, engine, faults)
@@ -124,7 +127,16 @@ class Play:
         self.now = "at rest"
         for engine in self.engines:
             engine.check_rest()
+        self._check_failures()
         wait_until(self._server_rests, 10)
+
+    def _check_failures(self) -> None:
+        """Loads fail only because of a fault that was injected."""
+        if any(isinstance(event, workload.Restart | workload.Cut) for event in self.schedule.events):
+            return
+        failed = sum(worker._worker.statistics.failed_loads for engine in self.engines for worker in engine.workers)
+        injected = sum(faults.num_failed for faults in self._faults)
+        assert failed <= injected, f"{failed} loads failed, and {injected} of them had to"
 
     def _server_rests(self) -> bool:
         report = self._server.status()
@@ -172,6 +184,8 @@ class Play:
                     self._turn()
             case workload.Restart(steps):
                 self._restart(steps)
+            case workload.Reweigh():
+                self._reweigh()
             case workload.Clear(_, operator=True):
                 self.counts.clears += 1
                 self._server.clear(f"{self.schedule.geometry} {self.schedule.seed}")
@@ -200,6 +214,8 @@ class Play:
                 engine.scheduler.set_pause_state(PauseState.UNPAUSED)
             case workload.Slow(_, steps):
                 faults.slow.append(steps)
+            case workload.Cut():
+                faults.interrupt = partial(self._cut, engine)
             case workload.Break(_, rank, how):
                 faults.broken.append((rank % engine.geometry.ranks, how))
 
@@ -209,18 +225,56 @@ class Play:
         running = running and not engine.holds_waiting()
         engine.reset(running, connector)
 
+    def _reweigh(self) -> None:
+        """Only while no load is on its way: vLLM does not preempt a request that waits for one."""
+        for engine in self.engines:
+            engine.drain()
+        if any(engine.holds_waiting() for engine in self.engines):
+            return
+        self._weights += 1
+        self.counts.clears += 1
+        for number, engine in enumerate(self.engines):
+            engine.reset(running=True, connector=True)
+            engine.reweigh(f"{self._salt(number)}, weights {self._weights}")
+
+    def _cut(self, engine: ModelledEngine) -> None:
+        """The engine's connections end, its process lives on and copies; the others find out what is free."""
+        sessions = [worker._worker._session for worker in engine.workers] + [engine.connector._scheduler._session]
+        for session in sessions:
+            if (attachment := session.attachment) is not None:
+                attachment.connection.shutdown()
+        wait_until(lambda: all(session.attachment is None for session in sessions))
+        self.counts.cuts += 1
+        self._scattered = True
+        for other, faults in zip(self.engines, self._faults, strict=True):
+            if other is not engine:
+                faults.release()
+                for _ in range(3):
+                    if other.busy:
+                        other.step()
+
+    def _salt(self, number: int) -> str:
+        return "stranger" if self.schedule.stranger and number == self.schedule.engines - 1 else ""
+
     def _restart(self, steps: int) -> None:
         self.counts.restarts += 1
         self._server.kill()
         for _ in range(steps):
             self._turn()
-        for faults in self._faults:
-            faults.release()
         self._server.start()
         self._servers.refill(self.schedule.server)
+        self._gather()
+
+    def _gather(self) -> None:
+        """Let every engine attach again; held copies would keep it from that."""
+        for faults in self._faults:
+            faults.release()
         wait_until(self._attached, 20)
+        self._scattered = False
 
     def _turn(self) -> None:
+        if self._scattered:
+            self._gather()
         for engine, faults in zip(self.engines, self._faults, strict=True):
             faults.release(engine.num_steps)
             if engine.busy:

@@ -75,8 +75,20 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The engine's sockets are shut in the middle of its next store, while the others go on for a few steps."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reweigh:
+    """Every engine gets new weights in place, as vLLM does it: all caches are cleared, all bytes are others now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Break:
-    """The engine's next load, or its next store, fails on one rank: at once, half-way or with an exception."""
+    """The engine's next load, or all from then on, or its next store, fails on one rank."""
 
     engine: int
     rank: int
@@ -90,9 +102,9 @@ class Restart:
     steps: int
 
 
-Event = Add | Turn | Abort | Reset | Evict | Clear | Pause | Slow | Break | Restart
+Event = Add | Turn | Abort | Reset | Evict | Clear | Pause | Slow | Cut | Reweigh | Break | Restart
 
-FAILURES = ("load", "load half-way", "load raises", "store", "store half-way")
+FAILURES = ("load", "load half-way", "load raises", "loads", "store", "store half-way")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +188,26 @@ class _Script:
         engine, chance = self._engine(), self._random.random()
         if chance < 0.2:
             return Abort(engine, self._random.randrange(4))
-        if chance < 0.35:
+        if chance < 0.32:
             return Reset(engine, self._random.random() < 0.4)
-        if chance < 0.55:
+        if chance < 0.5:
             return Evict(engine, self._random.randrange(1 << 16), self._random.choice((0.1, 0.5, 0.9)))
-        if chance < 0.63:
+        if chance < 0.58:
             return Clear(engine, self._random.random() < 0.5)
-        if chance < 0.68:
+        if chance < 0.63:
             return Pause(engine, self._random.randint(1, 6))
-        if chance < 0.8:
+        if chance < 0.78:
             return Slow(engine, self._random.randint(1, 8))
-        if chance < 0.97:
+        return self._fault(engine)
+
+    def _fault(self, engine: int) -> Event:
+        chance = self._random.random()
+        if chance < 0.65:
             return Break(engine, self._random.randrange(2), self._random.choice(FAILURES))
+        if chance < 0.8:
+            return Cut(engine)
+        if chance < 0.92:
+            return Reweigh()
         return Restart(self._random.randint(0, 6))
 
     def _ask(self) -> Ask:
