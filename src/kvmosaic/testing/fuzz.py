@@ -26,6 +26,7 @@ from kvmosaic.testing.arenas import Servers
 from kvmosaic.testing.geometries import GEOMETRIES
 from kvmosaic.testing.picture import describe, picture
 from kvmosaic.testing.play import Counts, Play
+from kvmosaic.testing.shrink import shrink
 from kvmosaic.testing.workload import Schedule, draw_schedule
 
 
@@ -49,8 +50,30 @@ def play(schedule: Schedule, servers: Servers) -> Counts:
     try:
         return one.run()
     except Exception as error:
-        story = "".join(traceback.format_exception(error))
+        story = "".join(traceback.format_exception(error, chain=False))
         raise FailedScheduleError(f"{describe(schedule)}\n\n{picture(one, error)}\n\n{story}") from error
+
+
+def smallest(schedule: Schedule, servers: Servers, failure: FailedScheduleError) -> FailedScheduleError:
+    """The failure of the smallest schedule that was found."""
+
+    def fails(candidate: Schedule) -> bool:
+        nonlocal failure
+        try:
+            play(candidate, servers)
+        except FailedScheduleError as found:
+            failure = found
+            return True
+        return False
+
+    shrink(schedule, fails)
+    return failure
+
+
+def quiet() -> None:
+    """Faults are injected on purpose, and whatever matters raises."""
+    logging.getLogger("kvmosaic").setLevel(logging.CRITICAL)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,12 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="play this one of the seed alone")
+    parser.add_argument("--shrink", action="store_true", help="make a failing schedule small before it is printed")
     parser.add_argument("--geometry", choices=list(GEOMETRIES), action="append", help="only these")
     options = parser.parse_args(arguments)
     geometries = tuple(options.geometry or GEOMETRIES)
     numbers = range(options.schedules) if options.only is None else [options.only]
-    logging.getLogger("kvmosaic").setLevel(logging.CRITICAL)  # faults are injected; what matters raises
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    quiet()
     total, console = Counts(), Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="kvmosaic-fuzz-") as folder:
         servers = Servers(Path(folder))
@@ -71,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
                 for number in progress.track(numbers, description="schedules"):
                     total.add(play(draw(options.seed, number, geometries), servers))
-        except FailedScheduleError as failure:
+        except FailedScheduleError as failed:
+            failure = smallest(draw(options.seed, number, geometries), servers, failed) if options.shrink else failed
             print(f"schedule {number} of seed {options.seed} failed\n\n{failure}")
             print(f"again: python -m kvmosaic.testing.fuzz --seed {options.seed} --only {number}")
             return 1

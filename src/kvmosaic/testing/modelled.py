@@ -44,6 +44,7 @@ class Step:
 
     output: Any  # Any: vLLM's SchedulerOutput is not typed here
     parts: list[Part]
+    freed: list[int]
     result: ModelRunnerOutput | None = None
     sampled: dict[str, list[int]] = field(default_factory=dict)
 
@@ -83,6 +84,7 @@ class ModelledEngine:
         self._reports = KVOutputAggregator(geometry.ranks)
         self._in_flight: deque[Step] = deque()
         self._poisoned = set(range(self.plan.scheduler.num_blocks))
+        self._freed: set[int] = set()
 
     def _rank(self, rank: int, salt: str) -> Pages:
         config = self.plan.workers[rank]
@@ -147,6 +149,16 @@ class ModelledEngine:
     def drop_own_cache(self) -> None:
         assert self.scheduler.reset_prefix_cache()
         self._poison_free_blocks()
+
+    def wedged(self) -> list[str]:
+        """Requests that hold blocks for one another while nothing runs: vLLM reserves too little for prompts whose
+        window was loaded, and preempts only what runs. Empty while anything can go on."""
+        scheduler = self.scheduler
+        computing = any(step.output.total_num_scheduled_tokens for step in self._in_flight)
+        if computing or scheduler.running or any(worker._worker.loads_in_progress for worker in self.workers):
+            return []
+        loading = scheduler.connector._scheduler._in_flight
+        return [request.request_id for request in scheduler.kv_holding_waiting if request.request_id not in loading]
 
     def reweigh(self, salt: str) -> None:
         """New weights in place; every cache was cleared before."""
@@ -215,7 +227,7 @@ class ModelledEngine:
         parts = [self._part(name, output, name in fresh) for name in output.num_scheduled_tokens]
         self._check_targets(output.kv_connector_metadata)
         self._poison_free_blocks()
-        return Step(output, parts)
+        return Step(output, parts, self._take_freed())
 
     def _check_targets(self, meta: Any) -> None:
         """A load may only write blocks that one request holds and that nobody can find by their hash."""
@@ -268,6 +280,7 @@ class ModelledEngine:
 
     def _execute(self, step: Step) -> None:
         output = step.output
+        self._poison(step.freed)
         self.runner.forget(output.finished_req_ids | (output.preempted_req_ids or set()))
         copies = [(pair.src_block_id, pair.dst_block_id) for pair in output.kv_cache_block_copies or ()]
         self.runner.prepare(output.new_block_ids_to_zero or (), copies)
@@ -321,14 +334,26 @@ class ModelledEngine:
         self.scheduler.update_draft_token_ids(DraftTokenIds(list(proposals), list(proposals.values())))
 
     def _poison_free_blocks(self) -> None:
-        """What no table and no hash holds is nobody's: a copy that reads it late reads poison."""
+        """What no table and no hash holds is nobody's: a copy that reads it late reads poison.
+
+        A step that is still to be executed may read what was freed after it was scheduled, since whatever is
+        written there is written by a later step. So such blocks are poisoned before the next one.
+        """
         pool = self.scheduler.kv_cache_manager.block_pool
         free = {b.block_id for b in pool.blocks[1:] if b.ref_cnt == 0 and b.block_hash is None}
-        freed = sorted(free - self._poisoned)
-        if freed:
-            for pages in self.runner.ranks:
-                pages.fill(freed, POISON)
+        self._freed |= free - self._poisoned
         self._poisoned = free
+        if all(step.result is not None for step in self._in_flight):
+            self._poison(self._take_freed())
+
+    def _take_freed(self) -> list[int]:
+        freed, self._freed = sorted(self._freed), set()
+        return freed
+
+    def _poison(self, blocks: list[int]) -> None:
+        if blocks:
+            for pages in self.runner.ranks:
+                pages.fill(blocks, POISON)
 
     def check_rest(self) -> None:
         """Without requests every block is free, and nobody has written to the null block."""

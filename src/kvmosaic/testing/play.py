@@ -27,6 +27,7 @@ from kvmosaic.testing.workload import Event, Schedule
 
 MAX_STEPS = 3000
 REPLAYED = 8
+UNWEDGE_EVERY = 300
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class Counts:
     restarts: int = 0
     cuts: int = 0
     clears: int = 0
+    wedged: int = 0
 
     def add(self, other: Counts) -> None:
         for one in fields(self):
@@ -154,11 +156,20 @@ class Play:
             self._rest()
 
     def _rest(self) -> None:
-        for _ in range(MAX_STEPS):
+        for number in range(MAX_STEPS):
             if not any(engine.busy for engine in self.engines):
                 return
             self._turn()
+            if number % UNWEDGE_EVERY == UNWEDGE_EVERY - 1:
+                self._unwedge()
         raise AssertionError(f"the engines do not come to rest within {MAX_STEPS} steps")
+
+    def _unwedge(self) -> None:
+        """A user would give up, too."""
+        for engine in self.engines:
+            for name in engine.wedged()[-1:]:
+                self.counts.wedged += 1
+                engine.abort(name)
 
     def _close(self) -> None:
         for faults in self._faults:
