@@ -6,6 +6,7 @@ schedules such that the fault matters; without it the same schedules pass.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
@@ -23,6 +24,7 @@ from kvmosaic.engines.vllm.scheduler import SchedulerHalf
 from kvmosaic.engines.vllm.tracking import RequestState
 from kvmosaic.client import SchedulerClient
 from kvmosaic.testing.geometries import GEOMETRIES
+from kvmosaic.testing.sequences import next_token
 from kvmosaic.testing.workload import Add, Break, Clear, Cut, Reset, Restart, Reweigh, Schedule, Slow, Turn
 
 Patch = pytest.MonkeyPatch
@@ -88,6 +90,16 @@ def strangers(schedule: Schedule, random: Random) -> Schedule:
     return replace(two_engines(schedule, random), stranger=True)
 
 
+def answers(schedule: Schedule, random: Random) -> Schedule:
+    """Prompts end near a boundary, and answers are long."""
+    events = []
+    for event in schedule.events:
+        if isinstance(event, Add):
+            event = replace(event, ask=replace(event.ask, max_tokens=max(20, event.ask.max_tokens)))
+        events.append(event)
+    return replace(schedule, events=tuple(events))
+
+
 SLOW = between(lambda engine, random: Slow(engine, random.randint(3, 10)))
 PREEMPT = between(lambda engine, random: Reset(engine, True))
 
@@ -120,15 +132,27 @@ def state_from_the_end(patch: Patch) -> None:
 
 
 def drafts_stored(patch: Patch) -> None:
-    start = SchedulerHalf.__init__
+    """Under the keys of the tokens that are expected, while the pages hold what was drafted."""
+    hashed = RequestState.hashed_chunks
 
-    def blind(self, *arguments):
-        start(self, *arguments)
-        self._num_drafts = 0
+    def expectant(self):
+        hashed(self)
+        request = copy.copy(self.request)
+        request._all_token_ids = list(request._all_token_ids)
+        for _ in range(3):
+            request._all_token_ids.append(next_token(request._all_token_ids))
+        request.all_token_ids = request._all_token_ids
+        request.block_hashes = list(request.block_hashes)
+        request.update_block_hashes()
+        ratio = self.geometry.chunk_tokens // self.geometry.hash_block_tokens
+        known = len(self.digests)
+        self.digests += [self._digest(h) for h in request.block_hashes[ratio - 1 :: ratio][known:]]
+        return len(self.digests)
 
-    patch.setattr(SchedulerHalf, "__init__", blind)
-    frontier = RequestState.frontier_chunks
-    patch.setattr(RequestState, "frontier_chunks", lambda self, end, drafts, unsettled: frontier(self, end, 0, 0))
+    def frontier(self, num_computed, num_drafts, num_unsettled):
+        return min(num_computed // self.geometry.chunk_tokens, expectant(self))
+
+    patch.setattr(RequestState, "frontier_chunks", frontier)
 
 
 def null_block_stored(patch: Patch) -> None:
@@ -325,10 +349,9 @@ FAULTS: dict[str, Fault] = {
         geometries=STATES,
     ),
     "draft tokens stored": Fault(
-        "a step's end counts as confirmed although its last tokens are drafts that may be rejected",
+        "a chunk is stored while its last tokens are drafts, as if all of them were accepted",
         drafts_stored,
-        geometries=STATES,
-        tune=on(num_drafts=3),
+        tune=both(on(num_drafts=3), answers),
     ),
     "null block stored": Fault("objects with null blocks are stored as complete", null_block_stored),
     "commit before copy": Fault(
