@@ -21,6 +21,9 @@ from tests.mutations.planted import FAULTS, Fault
 MAX_SCHEDULES = 300
 SEED = 77
 SERVE = Path(__file__).with_name("serve.py")
+DOCUMENT = Path(__file__).parents[2] / "docs/correctness.md"
+BEGIN, END = "<!-- planted faults: begin -->", "<!-- planted faults: end -->"
+EMPTY = f"# Correctness\n\n{BEGIN}\n{END}\n"
 
 
 def schedule_of(fault: Fault, number: int) -> Schedule:
@@ -43,15 +46,33 @@ def hunt(fault: Fault, limit: int = MAX_SCHEDULES) -> tuple[int, str] | None:
     return None
 
 
+def section_of(text: str) -> str:
+    """The generated part of the document."""
+    return text[text.index(BEGIN) : text.index(END)]
+
+
+def write_table(found: dict[str, tuple[int, str]]) -> None:
+    """Replace the generated part of the document."""
+    rows = ["| fault | what is wrong | schedules until caught | seen as |", "|---|---|---|---|"]
+    for name, (count, seen) in found.items():
+        rows.append(f"| {name} | {FAULTS[name].what} | {count} | {seen[:90].split(', blocks')[0]} |")
+    text = DOCUMENT.read_text() if DOCUMENT.exists() else EMPTY
+    head = f"{len(found)} faults, planted one at a time; written by `python -m tests.mutations.hunt`.\n"
+    DOCUMENT.write_text(text.replace(section_of(text), "\n".join([BEGIN, head, *rows, ""])))
+
+
 def main(names: list[str]) -> int:
     quiet()
-    missed = 0
+    caught: dict[str, tuple[int, str]] = {}
     for name in names or FAULTS:
         began = time.monotonic()
         found = hunt(FAULTS[name])
-        missed += found is None
+        if found is not None:
+            caught[name] = found
         print(f"{name}: {found or 'MISSED'} ({time.monotonic() - began:.0f} s)", flush=True)
-    return 1 if missed else 0
+    if not names:
+        write_table(caught)
+    return 0 if len(caught) == len(names or FAULTS) else 1
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvmosaic.client import SchedulerClient
 from kvmosaic.core.types import Kind
-
 from kvmosaic.engines.copying import Copier, _Part
 from kvmosaic.engines.transfers import Transfers
 from kvmosaic.engines.vllm import identity, loads, scheduler, stores
 from kvmosaic.engines.vllm.scheduler import SchedulerHalf
 from kvmosaic.engines.vllm.tracking import RequestState
-from kvmosaic.client import SchedulerClient
 from kvmosaic.testing.geometries import GEOMETRIES
 from kvmosaic.testing.sequences import next_token
 from kvmosaic.testing.workload import Add, Break, Clear, Cut, Reset, Restart, Reweigh, Schedule, Slow, Turn
@@ -80,9 +79,7 @@ def little_room(schedule: Schedule, random: Random) -> Schedule:
 
 
 def two_engines(schedule: Schedule, random: Random) -> Schedule:
-    events = tuple(
-        replace(e, engine=random.randrange(2)) if isinstance(e, Add) else e for e in schedule.events
-    )
+    events = tuple(replace(e, engine=random.randrange(2)) if isinstance(e, Add) else e for e in schedule.events)
     return replace(schedule, engines=2, stranger=False, events=events)
 
 

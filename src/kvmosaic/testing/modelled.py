@@ -73,8 +73,7 @@ class ModelledEngine:
         """Called when they have started."""
         self.workers: list[Any] = []
         pages = [self._rank(rank, salt) for rank in range(geometry.ranks)]
-        exact_drafts = getattr(self.plan.configs[0], "num_hash_lookahead_tokens", 0) > 0
-        self.runner = Runner(pages, self._accept, exact_drafts)
+        self.runner = Runner(pages, self._accept, exact_drafts=self.plan.hash_lookahead > 0)
         self.scheduler = self._start_scheduler(self.plan)
         self.connector = self.scheduler.connector
         self.sequences: dict[str, Sequence] = {}
@@ -102,7 +101,8 @@ class ModelledEngine:
         config = plan.configs[0]
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(plan.hash_block, hash_fn)
+        lookahead = [plan.hash_lookahead] if plan.hash_lookahead else []
+        self._hasher = get_request_block_hasher(plan.hash_block, hash_fn, *lookahead)
         kind = AsyncScheduler if self.settings.asynchronous else Scheduler
         return kind(
             vllm_config=config,

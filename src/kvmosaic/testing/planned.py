@@ -70,13 +70,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`configs` and `workers` per rank."""
+    """`configs` and `workers` per rank. `hash_lookahead`: so many tokens after a block are in its hash (0.33)."""
 
     configs: tuple[VllmConfig, ...]
     workers: tuple[KVCacheConfig, ...]
     scheduler: KVCacheConfig
     scheduler_block: int
     hash_block: int
+    hash_lookahead: int
 
 
 def plan_engine(folder: Path, geometry: Geometry, settings: Settings, connector: dict[str, Any]) -> Plan:
@@ -98,7 +99,14 @@ def plan_engine(folder: Path, geometry: Geometry, settings: Settings, connector:
         each.hash_block_size = sizes[1]
         each.cache_hit_alignment_tokens = alignment
         each.prefix_cache_retention_interval = settings.retention
-    return Plan(_rank_configs(config, geometry.ranks), tuple(workers), scheduler, *sizes)
+    return Plan(
+        configs=_rank_configs(config, geometry.ranks),
+        workers=tuple(workers),
+        scheduler=scheduler,
+        scheduler_block=sizes[0],
+        hash_block=sizes[1],
+        hash_lookahead=getattr(config, "num_hash_lookahead_tokens", 0),
+    )
 
 
 def allocate(config: KVCacheConfig) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Makes a failing schedule small: drops events, then engines' settings that do not matter, while it still fails. Pure."""
+"""Makes a failing schedule small: drops events and simplifies settings while it still fails. Pure."""
 
 from __future__ import annotations
 
