@@ -43,6 +43,11 @@ class Geometry:
         return any(name.startswith(DRAFT) for name in self.specs(1))
 
     @property
+    def stateful(self) -> bool:
+        """Whether it has groups that keep one state at a position."""
+        return any(isinstance(spec, MambaSpec) for spec in self.specs(0).values())
+
+    @property
     def sparse(self) -> bool:
         """Whether the engine's own cache may keep only some blocks of a group."""
         kinds = (MambaSpec, SlidingWindowSpec, SlidingWindowMLASpec)

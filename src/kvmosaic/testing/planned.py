@@ -65,6 +65,7 @@ class Settings:
     late_save: bool = False
     retention: int | None = 0
     priority: bool = False
+    match_unit: int | None = None
     hash_algorithm: str = "sha256"
 
 
@@ -182,6 +183,7 @@ def _vllm_config(folder: Path, geometry: Geometry, settings: Settings, connector
     cache.kv_cache_layout = geometry.layout
     cache.mamba_cache_mode = "align"
     cache.prefix_cache_retention_interval = settings.retention
+    cache.prefix_match_unit = settings.match_unit
     cache.prefix_caching_hash_algo = settings.hash_algorithm
     return config
 

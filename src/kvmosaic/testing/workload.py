@@ -150,15 +150,18 @@ def draw_schedule(random: Random, seed: int = 0, geometries: Tokens[str] = tuple
 def _draw_settings(random: Random, name: str, server: str) -> Settings:
     geometry = GEOMETRIES[name]
     num_drafts = random.choice((1, 2, 3)) if geometry.draft else random.choice((0, 0, 0, 1, 2, 3))
+    match_unit = random.choice((None, None, 8, 16)) if geometry.stateful else None
+    tight = random.randint(0, 7) + (8 if match_unit else 0)  # vLLM copies a block per group to go on inside one
     return Settings(
         budget=random.choice((24, 32, 40, 64, 100, 256, 512)),
-        spare_blocks=random.choice((200, random.randint(7, 64), random.randint(0, 7))),
+        spare_blocks=random.choice((200, random.randint(7, 64), tight)),
         max_model_len=320 if server.startswith("small") else 900,
         asynchronous=random.random() < 0.4,
         num_drafts=num_drafts,
         late_save=random.random() < 0.5,
         retention=random.choice((0, 0, None, 64)) if geometry.sparse else 0,
         priority=random.random() < 0.2,
+        match_unit=match_unit,
     )
 
 
