@@ -174,10 +174,14 @@ def _vllm_config(folder: Path, geometry: Geometry, settings: Settings, connector
             kv_connector_extra_config=connector,
         ),
     )
-    # What the platform would change is set afterwards.
+    _set_what_platforms_change(config, geometry, settings)
+    config.speculative_config = _speculation(model, geometry, settings.num_drafts)
+    return config
+
+
+def _set_what_platforms_change(config: VllmConfig, geometry: Geometry, settings: Settings) -> None:
     config.scheduler_config.async_scheduling = settings.asynchronous
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
-    config.speculative_config = _speculation(model, geometry, settings.num_drafts)
     cache = config.cache_config
     cache.block_size = cache.mamba_block_size = geometry.block
     cache.kv_cache_layout = geometry.layout
@@ -185,7 +189,6 @@ def _vllm_config(folder: Path, geometry: Geometry, settings: Settings, connector
     cache.prefix_cache_retention_interval = settings.retention
     cache.prefix_match_unit = settings.match_unit
     cache.prefix_caching_hash_algo = settings.hash_algorithm
-    return config
 
 
 def _speculation(model: ModelConfig, geometry: Geometry, num_drafts: int) -> SpeculativeConfig | None:
