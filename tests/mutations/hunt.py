@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
@@ -32,17 +33,27 @@ def schedule_of(fault: Fault, number: int) -> Schedule:
 
 def hunt(fault: Fault, limit: int = MAX_SCHEDULES) -> tuple[int, str] | None:
     """How many schedules it took and what was seen first; None when it was not caught."""
-    program = (str(SERVE), fault.server) if fault.server else ("-m", "kvmosaic")
-    with tempfile.TemporaryDirectory(prefix="kvmosaic-hunt-") as folder, pytest.MonkeyPatch.context() as patch:
-        servers = Servers(Path(folder), program)
-        fault.plant(patch)
+    with tempfile.TemporaryDirectory(prefix="kvmosaic-hunt-") as folder:
+        program = (str(SERVE), fault.server) if fault.server else ("-m", "kvmosaic")
+        with pytest.MonkeyPatch.context() as patch, closing(Servers(Path(folder), program)) as servers:
+            fault.plant(patch)
+            found = first_failure(fault, range(limit), servers)
+        if found is not None:
+            number, seen = found
+            with closing(Servers(Path(folder) / "control")) as servers:
+                alone = first_failure(fault, range(number, number + 1), servers)
+            assert alone is None, f"schedule {number} fails without the fault, too: {alone}"
+            return number + 1, seen
+    return None
+
+
+def first_failure(fault: Fault, numbers: range, servers: Servers) -> tuple[int, str] | None:
+    servers.folder.mkdir(exist_ok=True)
+    for number in numbers:
         try:
-            for number in range(limit):
-                play(schedule_of(fault, number), servers)
+            play(schedule_of(fault, number), servers)
         except FailedScheduleError as caught:
-            return number + 1, str(caught.__cause__).splitlines()[0]
-        finally:
-            servers.close()
+            return number, str(caught.__cause__).splitlines()[0]
     return None
 
 

@@ -97,6 +97,16 @@ def answers(schedule: Schedule, random: Random) -> Schedule:
     return replace(schedule, events=tuple(events))
 
 
+def restart_under_load(schedule: Schedule, random: Random) -> Schedule:
+    """What one engine stored is on its way to another one when the server is replaced."""
+    schedule = two_engines(schedule, random)
+    events: list[Any] = []
+    for ask in [event.ask for event in schedule.events if isinstance(event, Add)][:4]:
+        again = replace(ask, name=f"{ask.name} again")
+        events += [Add(0, ask), Turn(60), Add(1, again), Turn(1), Restart(0), Turn(20)]
+    return replace(schedule, events=tuple(events))
+
+
 SLOW = between(lambda engine, random: Slow(engine, random.randint(3, 10)))
 PREEMPT = between(lambda engine, random: Reset(engine, True))
 
@@ -409,7 +419,7 @@ FAULTS: dict[str, Fault] = {
     "boot id ignored": Fault(
         "a plan for a server that is gone is carried out on its successor",
         boot_id_ignored,
-        tune=both(on(asynchronous=True), between(lambda engine, random: Restart(0), lambda e, r: Slow(e, 4))),
+        tune=both(on(asynchronous=True), restart_under_load),
     ),
     "half a digest": Fault("chunks are told apart by their first block alone", adapter_ignored),
     "leases pin nothing": Fault(
