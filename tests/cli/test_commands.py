@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvmosaic import cli
-from tests.serving import ServerProcess
+from kvmosaic.testing.serving import ServerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.testing.models import checkpoint
-from tests.serving import wait_until
+from kvmosaic.testing.serving import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

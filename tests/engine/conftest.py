@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvmosaic.testing.serving import ServerProcess
 from tests.engine.processes import is_settled
-from tests.serving import ServerProcess
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

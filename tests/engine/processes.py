@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmosaic.testing import models
-from tests.serving import ServerProcess
+from kvmosaic.testing.serving import ServerProcess
 
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE.parents[1] / ".cache" / "models"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvmosaic.testing.models import prompt
+from kvmosaic.testing.serving import ServerProcess
 from tests.engine.processes import ROUNDING, Engine, difference, is_settled, running_engine
-from tests.serving import ServerProcess
 
 N = 256
 SHARED = 1536

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.testing.models import prompt
+from kvmosaic.testing.serving import ServerProcess, wait_until
 from tests.engine.processes import (
     ROUNDING,
     Answer,
@@ -23,7 +24,6 @@ from tests.engine.processes import (
     num_ready,
     running_engine,
 )
-from tests.serving import ServerProcess, wait_until
 
 CHUNK = 256
 SCHEDULE_BUDGET_S = 0.050

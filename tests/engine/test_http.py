@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from kvmosaic.testing.models import checkpoint, prompt
+from kvmosaic.testing.serving import ServerProcess, wait_until
 from kvmosaic.testing.vllm_server import FirstToken, VllmServer
 from tests.engine.processes import CHECKPOINTS, ROUNDING
-from tests.serving import ServerProcess, wait_until
 
 LENGTH = 2500
 PROMISED = 2304

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvmosaic.testing.models import prompt
+from kvmosaic.testing.serving import ServerProcess
 from tests.engine.processes import ROUNDING, Engine, difference, is_settled, largest_difference, running_engine
-from tests.serving import ServerProcess
 
 MODELS = ("gemma3", "qwen3-next")
 KV_BLOCKS = {"gemma3": 90, "qwen3-next": 40}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.testing.models import prompt
+from kvmosaic.testing.serving import ServerProcess
 from tests.engine.processes import Engine, EngineDied, difference, is_settled, running_engine
-from tests.serving import ServerProcess
 
 CHUNK = 256
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.testing.models import prompt
+from kvmosaic.testing.serving import ServerProcess
 from tests.engine.processes import (
     ROUNDING,
     VISIBLE,
@@ -23,7 +24,6 @@ from tests.engine.processes import (
     largest_difference,
     running_engine,
 )
-from tests.serving import ServerProcess
 
 CHUNK = 256
 MODELS = ("llama", "gemma3", "gpt-oss", "qwen3-next")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvmosaic.testing.models import prompt
+from kvmosaic.testing.serving import ServerProcess, wait_until
 from tests.engine.processes import Engine, difference, num_ready, running_engine
-from tests.serving import ServerProcess, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from kvmosaic.core.types import BootId, ReservationId
 from kvmosaic.engines.plans import CopyPlan, LoadPlan, StorePlan
 from kvmosaic.engines.transfers import Statistics, Transfers
 from kvmosaic.memory import arena
+from kvmosaic.testing.serving import wait_until
 from tests.engines.memory import Rank, full, geometry_of, plan_of, state
-from tests.serving import wait_until
 
 BOOT, OTHER_BOOT = BootId("boot"), BootId("other")
 CHUNK, EPOCH, NUM_OBJECTS = 16, 3, 4

@@ -8,9 +8,9 @@ from starlette.testclient import TestClient
 from kvmosaic.errors import SettingsError
 from kvmosaic.server import admin
 from kvmosaic.settings import HttpAddress
+from kvmosaic.testing.serving import wait_until
 from tests.server.kit import declaration, make_service, mapped_worker, scheduler
 from tests.server.test_service import lookup, store
-from tests.serving import wait_until
 
 
 def report() -> admin.Report:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving import wait_until
+from kvmosaic.testing.serving import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -41,9 +41,9 @@ from kvmosaic.protocol.messages import (
 )
 from kvmosaic.server.channel import MAX_OUTBOX_BYTES
 from kvmosaic.server.loop import Loop
+from kvmosaic.testing.serving import wait_until
 from tests.server.kit import MIB, declaration, make_service
 from tests.server.test_service import lookup, reserve
-from tests.serving import wait_until
 
 TIMEOUT_S = 5.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvmosaic.server import peers
 from kvmosaic.server.peers import Processes
-from tests.serving import wait_until
+from kvmosaic.testing.serving import wait_until
 
 
 class Meeting:

@@ -9,7 +9,7 @@ from kvmosaic.memory.arena import Arena
 from kvmosaic.server import prefault
 from kvmosaic.server.machine import Memory
 from kvmosaic.server.prefault import STEP_BYTES, Prefault
-from tests.serving import wait_until
+from kvmosaic.testing.serving import wait_until
 
 GIB = 1 << 30
 

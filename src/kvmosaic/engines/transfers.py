@@ -77,6 +77,12 @@ class Transfers:
     def statistics(self) -> Statistics:
         return self._statistics
 
+    @property
+    def loads_in_progress(self) -> int:
+        """Loads that were begun and have not ended."""
+        with self._changed:
+            return self._owed_loads - len(self._ended)
+
     def load(self, plan: LoadPlan, inline: bool) -> None:
         """Start a load, or with `inline` carry it out."""
         deadline_s = time.monotonic() + self._load_timeout_s

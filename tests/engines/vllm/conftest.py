@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import ServerProcess
+from kvmosaic.testing.serving import ServerProcess
 
 
 @pytest.fixture
@@ -17,7 +17,9 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Builds modelled engines on a socket of this test, and closes them."""
-    from tests.engines.vllm.modelled import MODELS, ModelledEngine
+    from kvmosaic.testing.geometries import GEOMETRIES
+    from kvmosaic.testing.modelled import ModelledEngine
+    from kvmosaic.testing.planned import Settings
 
     built: list[ModelledEngine] = []
 
@@ -28,7 +30,8 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             "kvmosaic.lookup_timeout_ms": 2000,  # a busy machine must not turn a hit into a miss
         }
         connector |= options.pop("connector", {})
-        built.append(ModelledEngine(tmp_path / model.replace(" ", "-"), MODELS[model](), connector, **options))
+        folder = tmp_path / model.replace(" ", "-")
+        built.append(ModelledEngine(folder, GEOMETRIES[model], connector, Settings(**options)))
         return built[-1]
 
     yield build

@@ -14,12 +14,12 @@ import pytest
 from kvmosaic.client import Connection
 from kvmosaic.engines.copying import Copier
 from kvmosaic.engines.vllm import scheduler
-from tests.engines.vllm.modelled import MODELS
-from tests.serving import ServerProcess, wait_until
+from kvmosaic.testing.serving import ServerProcess, wait_until
 
 pytestmark = pytest.mark.slow
 
 Build = Callable[..., Any]
+MODELS = ("full", "window", "wide window", "state")
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:
@@ -46,7 +46,7 @@ def test_a_prompt_is_computed_once(model: str, server: ServerProcess, engine: Bu
     # A state model stores where steps end: the engine ends one at the last boundary before the last token.
     assert first.serve("warm", tokens) == 999 // step * step
     assert second.serve("other engine", tokens) == 999 // step * step
-    assert first.num_checks + second.num_checks > 0
+    assert first.runner.num_checks + second.runner.num_checks > 0
     wait_until(lambda: at_rest(server))
 
 

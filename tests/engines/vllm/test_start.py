@@ -11,8 +11,8 @@ import pytest
 from kvmosaic.client import Connection
 from kvmosaic.engines.vllm import start
 from kvmosaic.errors import Refused, ServerLost, SettingsError
+from kvmosaic.testing.serving import ServerProcess, wait_until
 from tests.engines.vllm.test_schedules import prompt
-from tests.serving import ServerProcess, wait_until
 
 pytestmark = pytest.mark.slow
 

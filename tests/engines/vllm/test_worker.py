@@ -22,8 +22,8 @@ from kvmosaic.engines.vllm.worker import WorkerHalf
 from kvmosaic.errors import Refused
 from kvmosaic.layout.groups import ObjectGroup
 from kvmosaic.protocol.messages import Chain, Hit
+from kvmosaic.testing.serving import ServerProcess, wait_until
 from tests.engines.vllm.planning import MODELS, Plan, plan_model
-from tests.serving import ServerProcess, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -38,6 +38,10 @@ class WorkerHalf:
     def statistics(self) -> Statistics:
         return self._transfers.statistics
 
+    @property
+    def loads_in_progress(self) -> int:
+        return self._transfers.loads_in_progress
+
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Start to attach. Raises Refused when this engine is not served."""
         self.close()
