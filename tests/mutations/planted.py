@@ -405,7 +405,7 @@ FAULTS: dict[str, Fault] = {
     "commit of an old generation accepted": Fault(
         "objects that were written before a clear become visible after it",
         server="old generation committed",
-        tune=both(on(late_save=True), between(lambda engine, random: Reweigh())),
+        tune=both(on(late_save=True), between(lambda engine, random: Reweigh(True))),
     ),
     "success reported before the last write": Fault(
         "a load that still runs is reported as done", success_reported_early, tune=SLOW

@@ -69,6 +69,7 @@ class Play:
         self._folder = servers.folder
         self._faults = [Faults() for _ in range(schedule.engines)]
         self._asked: list[tuple[int, Ask]] = []
+        self._model = f"{schedule.geometry} {schedule.seed}"
         self._weights = 0
         self._scattered = False
         self._storing: list[ModelledEngine] = []
@@ -102,7 +103,7 @@ class Play:
                 GEOMETRIES[schedule.geometry],
                 {
                     "kvmosaic.socket": str(self._server.socket),
-                    "kvmosaic.model_tag": f"{schedule.geometry} {schedule.seed}",
+                    "kvmosaic.model_tag": self._model,
                     "kvmosaic.lookup_timeout_ms": 5000,  # a busy machine must not turn a hit into a miss
                 },
                 settings,
@@ -204,11 +205,11 @@ class Play:
                     self._turn()
             case workload.Restart(steps):
                 self._restart(steps)
-            case workload.Reweigh():
-                self._reweigh()
+            case workload.Reweigh(operator):
+                self._reweigh(operator)
             case workload.Clear(_, operator=True):
                 self.counts.clears += 1
-                self._server.clear(f"{self.schedule.geometry} {self.schedule.seed}")
+                self._server.clear(self._model)
             case _:
                 self._trouble(self.engines[event.engine], self._faults[event.engine], event)
 
@@ -245,7 +246,7 @@ class Play:
         running = running and not engine.holds_waiting()
         engine.reset(running, connector)
 
-    def _reweigh(self) -> None:
+    def _reweigh(self, operator: bool) -> None:
         """Only while no load is on its way: vLLM does not preempt a request that waits for one."""
         for engine in self.engines:
             engine.drain()
@@ -254,8 +255,10 @@ class Play:
         self._weights += 1
         self.counts.clears += 1
         for number, engine in enumerate(self.engines):
-            engine.reset(running=True, connector=True)
+            engine.reset(running=True, connector=not operator)
             engine.reweigh(f"{self._salt(number)}, weights {self._weights}")
+        if operator:
+            self._server.clear(self._model)
 
     def _cut(self, engine: ModelledEngine) -> None:
         """The engine's connections end, its process lives on and copies; the others find out what is free."""

@@ -83,7 +83,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reweigh:
-    """Every engine gets new weights in place, as vLLM does it: all caches are cleared, all bytes are others now."""
+    """Every engine gets new weights in place and all caches are cleared, on the server by an operator or by each
+    engine: all bytes are others now."""
+
+    operator: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +213,7 @@ class _Script:
         if chance < 0.8:
             return Cut(engine)
         if chance < 0.92:
-            return Reweigh()
+            return Reweigh(self._random.random() < 0.5)
         return Restart(self._random.randint(0, 6))
 
     def _ask(self) -> Ask:

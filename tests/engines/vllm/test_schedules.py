@@ -121,6 +121,18 @@ def test_a_tiny_pool_preempts_and_leaks_nothing(model: str, server: ServerProces
     wait_until(lambda: at_rest(server))
 
 
+def test_a_hit_that_never_fits_the_pool_does_not_keep_a_request_waiting(server: ServerProcess, engine: Build) -> None:
+    """With speculation vLLM wants more free blocks for a load than for the whole request without one."""
+    one = engine("ring", spare_blocks=0, max_model_len=288, num_drafts=1)
+    tokens = prompt(15, 270)
+    one.serve("cold", tokens)
+    one.drop_own_cache()
+
+    one.add("warm", tokens)
+    one.run(limit=100)
+    wait_until(lambda: at_rest(server))
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_aborts_at_any_step_leak_nothing(model: str, server: ServerProcess, engine: Build) -> None:
     one = engine(model)

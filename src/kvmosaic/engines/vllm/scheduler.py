@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 MAX_OBJECTS_PER_STEP = 1024
 
+STUCK_STEPS = 3
+"""So many steps an idle engine may leave a hit; with two steps in flight one may be about to free blocks."""
+
 OWED_DEADLINE_S = 30.0
 """How long an idle engine keeps stepping for a rank's report; a later report still counts."""
 
@@ -70,6 +73,8 @@ class SchedulerHalf:
         self._loads: dict[str, LoadPlan] = {}
         self._in_flight: dict[str, RequestState] = {}
         self._owed: dict[ReservationId, Owed] = {}
+        self._offers: dict[str, RequestState] = {}
+        self._num_stuck_steps = 0
 
     def greet(self) -> None:
         """At the start of the engine: say what can hit, if the server is there already."""
@@ -86,6 +91,7 @@ class SchedulerHalf:
     def finish(self, request_id: str) -> None:
         """A request leaves the engine; a load in flight keeps its lease until the workers report."""
         state = self._requests.pop(request_id, None)
+        self._offers.pop(request_id, None)
         if state is not None and request_id not in self._in_flight:
             self._release(state)
 
@@ -108,7 +114,10 @@ class SchedulerHalf:
         if state.answer is None:
             return 0
         self._hint_junction(state, state.answer, geometry, last)
-        return max(0, state.answer.boundary * geometry.chunk_tokens - own_tokens)
+        num_external = max(0, state.answer.boundary * geometry.chunk_tokens - own_tokens)
+        if num_external:
+            self._offers[request.request_id] = state
+        return num_external
 
     def _ask(self, state: RequestState, geometry: Geometry, first: int, last: int) -> Answer | None:
         lookahead = max(objects.lookahead_chunks for objects in geometry.object_groups)
@@ -151,6 +160,7 @@ class SchedulerHalf:
     def admit(self, request: Any, tables: Tables, num_external: int) -> None:
         """The engine allocated blocks. With external tokens their load is planned now, else the lease ends."""
         state = self._state(request)
+        self._offers.pop(request.request_id, None)
         if num_external == 0:
             if request.request_id not in self._in_flight:
                 self._release(state)
@@ -179,9 +189,22 @@ class SchedulerHalf:
     def plan_step(self, output: Any) -> ConnectorMeta:
         """The step's plans, from vLLM's SchedulerOutput; ends the step for the time budget."""
         stores = self._plan_stores(output)
+        self._withdraw_stuck_offers(output)
         loads, self._loads = tuple(self._loads.values()), {}
         self._step_open = False
         return ConnectorMeta(stores, loads, busy=output.total_num_scheduled_tokens > 0)
+
+    def _withdraw_stuck_offers(self, output: Any) -> None:
+        """vLLM admits a load only with more free blocks than it wants for computing: in a small pool a hit could
+        keep a request waiting for ever. What is not taken while nothing runs and nothing loads is not offered again.
+        """
+        offers, self._offers = self._offers, {}
+        stuck = offers and not output.total_num_scheduled_tokens and not self._in_flight
+        self._num_stuck_steps = self._num_stuck_steps + 1 if stuck else 0
+        if self._num_stuck_steps >= STUCK_STEPS:
+            for state in offers.values():
+                state.no_load = True
+                self._release(state)
 
     def abandon_step(self, output: Any) -> ConnectorMeta:
         """After a fault: a step without stores. Loads that were not planned yet fail, so no request waits for ever."""
