@@ -43,7 +43,7 @@ test: setup
 	@$(VENV)/bin/python -m pytest -m "not long"
 
 test-long: setup
-	@$(VENV)/bin/python -m pytest -m long
+	@$(VENV)/bin/python -m pytest
 
 lint: setup
 	@$(VENV)/bin/ruff check .

@@ -174,6 +174,8 @@ class SchedulerClient:
             now = self._clock()
             self._patience.gave_up(now - began, now)
             self.counters.deadlines += 1
+            if self.counters.deadlines == 1:
+                logger.warning("the server was too slow for a step's patience; this is said once and counted")
             self.counters.waited_s += now - began
             return None
         except MosaicError as error:

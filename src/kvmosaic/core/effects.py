@@ -1,6 +1,7 @@
 """What the cache did that the world outside may want to know. Values only.
 
-The cache appends effects while it carries out a verb; the server drains them after each one and counts them.
+The cache appends effects while it carries out a verb; the server drains them after each one: tiers and
+KV events will read them there.
 """
 
 from __future__ import annotations

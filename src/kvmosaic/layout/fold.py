@@ -6,7 +6,7 @@ where the engine itself holds the chunks before `first`:
     chunk   0          first        L - reach       L         L + lookahead
             [  engine's  )[ not needed )[  needed    )[ must match )
 
-Called by the cache (lookup) and by the engine's scheduler half (which chunks a load covers).
+Called by the cache.
 """
 
 from __future__ import annotations

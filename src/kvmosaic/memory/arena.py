@@ -46,7 +46,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def create(num_bytes: int, huge_pages: bool = False) -> int:
     """A descriptor of anonymous shared memory whose size nobody can change any more. Takes no pages yet.
 
-    With `huge_pages` it comes from the kernel's reserved pool; OSError when that is too small for it.
+    With `huge_pages` it comes from the kernel's reserved pool; attach() raises OSError when that is too small for it.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
     try:

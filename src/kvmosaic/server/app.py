@@ -47,11 +47,8 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
         http = admin.bind(settings.http) if settings.http else None
         endpoint = Endpoint(settings.socket)
         stack.callback(endpoint.close)
-        huge_pages = huge_pages_fit(settings.l1_bytes)
-        arena_fd = arenas.create(settings.l1_bytes, huge_pages)
-        _log.info("the arena has %d bytes in %s pages", settings.l1_bytes, "huge" if huge_pages else "normal")
+        arena_fd, arena, huge_pages = _make_arena(settings.l1_bytes)
         stack.callback(os.close, arena_fd)
-        arena = arenas.attach(arena_fd, settings.l1_bytes)
         stack.callback(arena.close)
         service = _build_service(settings)
         loop = Loop(endpoint.listener, arena_fd, service, time.monotonic, settings.exit_when_idle_s)
@@ -71,6 +68,22 @@ def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
         loop.run()
         stopper.unwatch()
         _log.info("ending: sessions are closed")
+
+
+def _make_arena(num_bytes: int) -> tuple[int, arenas.Arena, bool]:
+    """Descriptor, mapping, and whether it got huge pages. Another process may take them between look and use."""
+    for huge_pages in (True, False) if huge_pages_fit(num_bytes) else (False,):
+        fd = arenas.create(num_bytes, huge_pages)
+        try:
+            arena = arenas.attach(fd, num_bytes)
+        except OSError:
+            os.close(fd)
+            if not huge_pages:
+                raise
+            continue
+        _log.info("the arena has %d bytes in %s pages", num_bytes, "huge" if huge_pages else "normal")
+        return fd, arena, huge_pages
+    raise AssertionError("normal pages are tried last")
 
 
 def _reserved() -> Memory:

@@ -13,6 +13,7 @@ import pytest
 
 from kvmosaic.client import Connection
 from kvmosaic.engines.copying import Copier
+from kvmosaic.engines.vllm import scheduler
 from kvmosaic.testing.serving import ServerProcess, wait_until
 
 pytestmark = pytest.mark.slow
@@ -269,6 +270,18 @@ def test_the_model_sees_bytes_that_were_not_loaded(
         monkeypatch.undo()
         one.abort(f"warm {group}")
         one.run()
+
+
+def test_what_one_step_may_not_ask_for_is_asked_for_in_the_next(
+    server: ServerProcess, engine: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_OBJECTS_PER_STEP", 1)
+    one = engine("full", budget=1024)
+    tokens = prompt(19, 1000)
+    one.serve("cold", tokens, max_tokens=4)
+    one.drop_own_cache()
+
+    assert one.serve("warm", tokens) == 768
 
 
 def test_a_step_without_stores_or_loads_sends_nothing(

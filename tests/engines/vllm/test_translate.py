@@ -412,6 +412,8 @@ CHANGES: dict[str, Callable[[Plan], None]] = {
     "tensor parallel": set_config("parallel_config.tensor_parallel_size", 2),
     "pipeline parallel": set_config("parallel_config.pipeline_parallel_size", 2),
     "adapters": set_config("lora_config", object()),
+    "quantization arguments": set_config("model_config.quantization_config", {"bits": 4}),
+    "video pruning": set_config("model_config.multimodal_config", type("M", (), {"video_pruning_rate": 0.5})),
     "image processing": set_config("model_config.multimodal_config", type("M", (), {"mm_processor_kwargs": {"a": 1}})),
     "packing": other_backend,
     "page format": other_spec(head_size=64, head_size_v=192),
@@ -427,6 +429,14 @@ def test_whatever_changes_the_bytes_changes_the_namespace(folder: Path, what: st
     assert compose_all(plan_model(MODELS["Llama"], folder)).namespace == before
     CHANGES[what](plan)
     assert compose_all(plan).namespace != before
+
+
+def test_weights_that_are_no_files_here_are_shared_with_nobody(folder: Path) -> None:
+    plans = [plan_model(MODELS["Llama"], folder) for _ in range(2)]
+    (folder / "model.safetensors").unlink()
+    first, second = (compose_all(plan).namespace for plan in plans)
+    assert first != second
+    assert len({compose_all(plan, replace(OPTIONS, model_tag="m")).namespace for plan in plans}) == 1
 
 
 def test_the_layout_is_part_of_the_namespace(folder: Path) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from kvmosaic.core.types import Kind
+from kvmosaic.engines.vllm.identity import hash_seed_is_random
 from kvmosaic.layout.groups import Geometry, ObjectGroup
 
 
@@ -24,6 +25,7 @@ def describe(geometry: Geometry, vllm_config: Any) -> str:  # Any: vLLM's config
         f"token budget {vllm_config.scheduler_config.max_num_batched_tokens}",
         f"retention {getattr(vllm_config.cache_config, 'prefix_cache_retention_interval', None)}",
         f"speculation {_speculation(vllm_config)}",
+        f"hashes {_hashes(vllm_config)}",
     ]
     warnings = [f"warning: {warning}" for warning in geometry.warnings]
     return "kvmosaic serves " + "; ".join(facts + warnings)
@@ -44,3 +46,13 @@ def _speculation(vllm_config: Any) -> str:
     if speculative is None:
         return "off"
     return f"{speculative.method} ({speculative.num_speculative_tokens} tokens): decoded turns keep no state"
+
+
+def _hashes(vllm_config: Any) -> str:
+    name = vllm_config.cache_config.prefix_caching_hash_algo
+    facts = [name]
+    if hash_seed_is_random(name):
+        facts.append("with a random seed, so that no other engine and no restart of this one ever hits")
+    if "xxhash" in name:
+        facts.append("not cryptographic: whoever chooses prompts may make two of them collide")
+    return ", ".join(facts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Sequence
 from enum import Enum
@@ -26,7 +27,18 @@ from vllm.version import __version_tuple__
 from kvmosaic.engines.copying import PageMap
 from kvmosaic.engines.vllm.options import Options
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+logger = logging.getLogger(__name__)
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
+# What changes the embeddings of an image whose hash stays the same.
+_IMAGE_FIELDS = (
+    "mm_processor_kwargs",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "mm_device_do_normalize",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
 # A safetensors header starts with its length; tensors' names, shapes and offsets follow.
 _HEADER_BYTES = 1 << 20
 
@@ -39,11 +51,11 @@ def describe_engine(options: Options, vllm_config: VllmConfig, kv_cache_config: 
         "vllm": ".".join(str(part) for part in __version_tuple__[:2]),
         "machine": platform.machine(),
         "model": options.model_tag or _model_location(model),
-        "weights": options.model_tag or weights_fingerprint(model, vllm_config.load_config.load_format),
+        "weights": options.model_tag or weights_fingerprint(model, vllm_config),
         "weights epoch": options.weights_epoch,
         "config": config_digest(model),
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
+        "quantization": f"{model.quantization}, {_plain(getattr(model, 'quantization_config', None))}",
         "cache dtype": str(cache.cache_dtype),
         "layout": str(kv_cache_config.kv_cache_layout),
         "tensor parallel": str(parallel.tensor_parallel_size),
@@ -52,8 +64,8 @@ def describe_engine(options: Options, vllm_config: VllmConfig, kv_cache_config: 
         "hash": _hash_seed(vllm_config),
         "hash block": str(kv_cache_config.hash_block_size),
         "hash lookahead": str(getattr(vllm_config, "num_hash_lookahead_tokens", 0)),
-        "image processing": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
-        "lora": str(vllm_config.lora_config is not None),
+        "images": _fields(multimodal, _IMAGE_FIELDS),
+        "lora": _fields(vllm_config.lora_config, ("lora_dtype", "fully_sharded_loras")),
     }
     if "longrope" in json.dumps(model.hf_config.to_dict(), default=str):
         # vLLM chooses this rotary embedding's factors by the length the engine is started with.
@@ -83,17 +95,24 @@ def config_digest(model: ModelConfig) -> str:
     return _digest(config)
 
 
-def weights_fingerprint(model: ModelConfig, load_format: object) -> str:
+def weights_fingerprint(model: ModelConfig, vllm_config: VllmConfig) -> str:
     """Changes when a weight file is added, removed or replaced.
 
-    Not a digest of the weights: reading them would take as long as loading the model once more.
+    Not a digest of the weights: reading them would take as long as loading the model once more. Weights that are
+    not files here (an object store) could be replaced unseen, so such an engine shares with nobody.
     """
-    if load_format == "dummy":
+    if vllm_config.load_config.load_format == "dummy":
         return f"dummy weights, seed {model.seed}"
-    directory = _model_directory(model)
-    if directory is None:
-        return f"revision {model.revision}"
-    files = sorted(path for path in directory.rglob("*") if path.suffix in _WEIGHT_SUFFIXES and path.is_file())
+    directory = _model_directory(model, vllm_config.load_config.download_dir)
+    files = [] if directory is None else [path for path in directory.rglob("*") if path.suffix in _WEIGHT_SUFFIXES]
+    if directory is None or not files:
+        logger.warning(
+            "kvmosaic finds no weight files of %s, so nothing outlives this engine; set kvmosaic.model_tag to a name "
+            "that you change with the weights",
+            model.model,
+        )
+        return f"unknown in {vllm_config.kv_transfer_config.engine_id}"
+    files.sort()
     return _digest([(str(path.relative_to(directory)), *_file_facts(path)) for path in files])
 
 
@@ -103,15 +122,17 @@ def _model_location(model: ModelConfig) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
-def _model_directory(model: ModelConfig) -> Path | None:
-    """Where the weights lie on this machine, None when that is not known (an object store, for example)."""
+def _model_directory(model: ModelConfig, download_dir: str | None) -> Path | None:
+    """Where the weights lie on this machine, None when that is not known."""
     path = Path(model.model)
     if path.is_dir():
         return path
     if path.is_file():
         return path.parent
     try:
-        cached = try_to_load_from_cache(str(model.model), "config.json", revision=model.revision)
+        cached = try_to_load_from_cache(
+            str(model.model), "config.json", cache_dir=download_dir, revision=model.revision
+        )
     except ValueError:  # not the name of a repository
         return None
     return Path(cached).parent if isinstance(cached, str) else None
@@ -136,7 +157,7 @@ def _speculation(vllm_config: VllmConfig) -> str:
     draft = speculative.draft_model_config
     if draft is not None:
         facts += [str(draft.model), config_digest(draft), str(draft.dtype), str(draft.quantization)]
-        facts.append(weights_fingerprint(draft, vllm_config.load_config.load_format))
+        facts.append(weights_fingerprint(draft, vllm_config))
     return _digest(facts)
 
 
@@ -147,11 +168,15 @@ def _hash_seed(vllm_config: VllmConfig) -> str:
     not comparable, and all ranks have to say the same.
     """
     name = vllm_config.cache_config.prefix_caching_hash_algo
+    if hash_seed_is_random(name):
+        return f"{name}, random in {vllm_config.kv_transfer_config.engine_id}"
+    return f"{name}, {resolve_none_hash_seed(get_hash_fn_by_name(name))}"
+
+
+def hash_seed_is_random(name: str) -> bool:
+    """Whether every process draws its own seed for this algorithm of block hashes."""
     function = get_hash_fn_by_name(name)
-    seed = resolve_none_hash_seed(function)
-    if seed != resolve_none_hash_seed(function):
-        seed = f"random in {vllm_config.kv_transfer_config.engine_id}"
-    return f"{name}, {seed}"
+    return resolve_none_hash_seed(function) != resolve_none_hash_seed(function)
 
 
 def _backend(layer: object) -> str:
@@ -159,6 +184,11 @@ def _backend(layer: object) -> str:
     get_backend = getattr(layer, "get_attn_backend", None)
     name = get_backend().get_name() if get_backend is not None else type(layer).__name__
     return f"{name}/{getattr(layer, 'isa', '-')}"
+
+
+def _fields(config: Any, names: Sequence[str]) -> str:  # Any: one of vLLM's configs, or None
+    """The named fields, as far as this version of vLLM has them."""
+    return _plain({name: getattr(config, name, None) for name in names}) if config is not None else "none"
 
 
 def _plain(value: Any) -> str:  # Any: whatever a vLLM spec holds

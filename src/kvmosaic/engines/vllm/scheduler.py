@@ -15,6 +15,7 @@ from kvmosaic.client import Attachment, SchedulerClient, SchedulerSession
 from kvmosaic.core.types import BootId, Kind, ReservationId
 from kvmosaic.engines.plans import LoadPlan, StorePlan
 from kvmosaic.engines.tables import Tables
+from kvmosaic.engines.transfers import STORE_BYTES_PER_STEP
 from kvmosaic.engines.vllm.adapters import Adapters
 from kvmosaic.engines.vllm.banner import describe
 from kvmosaic.engines.vllm.loads import failing_load, plan_load
@@ -27,6 +28,8 @@ from kvmosaic.layout.groups import Geometry
 from kvmosaic.protocol.messages import Hit
 
 logger = logging.getLogger(__name__)
+
+MAX_OBJECTS_PER_STEP = 1024
 
 STUCK_STEPS = 3
 """So many steps an idle engine may leave a hit; with two steps in flight one may be about to free blocks."""
@@ -229,6 +232,7 @@ class SchedulerHalf:
     def _candidates(self, output: Any, geometry: Geometry) -> list[tuple[RequestState, Candidate]]:
         blocks = output.kv_connector_block_state
         found = []
+        room = max_chunks_per_step(geometry)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not state.served:
@@ -240,7 +244,9 @@ class SchedulerHalf:
                 state.note_step(start, end)
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             frontier = state.frontier_chunks(end, num_drafts, self._num_drafts)
+            frontier = min(frontier, state.planned + room)
             if state.trusted and state.planned < frontier:
+                room -= frontier - state.planned
                 hand_overs = blocks.boundary_state_offloads.get(request_id, ())
                 candidate = find_candidate(
                     geometry,
@@ -335,6 +341,17 @@ class SchedulerHalf:
             logger.error("kvmosaic is not used: %s", error)
         else:
             logger.info("%s", describe(geometry, self._vllm_config))
+
+
+def max_chunks_per_step(geometry: Geometry) -> int:
+    """How many chunks one step may ask room for: what the server answers in a few ms, and the workers copy at once.
+
+    The rest is asked for in the next steps. Without a limit a restarted server would get everything that runs in one
+    request, too large to be answered within any step's patience.
+    """
+    chunk_bytes = sum(objects.object_bytes for objects in geometry.object_groups) // geometry.world
+    by_objects = MAX_OBJECTS_PER_STEP // len(geometry.object_groups)
+    return max(1, min(by_objects, STORE_BYTES_PER_STEP // max(1, chunk_bytes)))
 
 
 def has_state(geometry: Geometry) -> bool:

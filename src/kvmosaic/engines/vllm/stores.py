@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvmosaic.core.types import BootId, Kind, Outcome, ReservationId
+from kvmosaic.core.types import EXTENT, BootId, Kind, Outcome, ReservationId
 from kvmosaic.engines.plans import BlockIds, CopyPlan, StorePlan
 from kvmosaic.engines.tables import Tables, ids_at, kept_columns
 from kvmosaic.layout.groups import Geometry
@@ -21,8 +21,6 @@ from kvmosaic.protocol.messages import Chain, Reserved
 
 HandOvers = Iterable[tuple[int, int, int]]
 """(group, block id, number of tokens): exact states the engine hands over in this step."""
-
-EXTENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +119,8 @@ def _copy_group(
 ) -> CopyPlan:
     owners, chunks = places
     counts = np.frombuffer(reserved.extent_counts, dtype="<u4").astype(np.int64)
-    ends = np.cumsum(counts) * EXTENT_BYTES
-    starts = ends - counts * EXTENT_BYTES
+    ends = np.cumsum(counts) * EXTENT.size
+    starts = ends - counts * EXTENT.size
     positions = range(len(candidates[0].block_ids[group]))
     return CopyPlan(
         object_group=group,

@@ -80,7 +80,7 @@ class WorkerHalf:
         self._transfers.resume()
 
     def close(self) -> None:
-        """End copies, then the session. Idempotent; what is owed can still be collected."""
+        """End copies, then the session. Idempotent."""
         self._transfers.close()
         if self._session is not None:
             self._session.close()
