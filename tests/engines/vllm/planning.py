@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvmosaic.engines.vllm.options import Options
+from kvmosaic.engines.vllm.translate import Registration, register
+from kvmosaic.layout.groups import Geometry
+from kvmosaic.layout.objects import compose
+
 try:  # vLLM 0.33 plans the groups of all ranks first
     from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 except ImportError:
@@ -46,6 +52,8 @@ LLAMA = {
     "max_position_embeddings": 8192,
     "torch_dtype": "bfloat16",
 }
+
+OPTIONS = Options(socket=Path("/run/server.sock"))
 
 Specs = dict[str, KVCacheSpec]
 
@@ -70,6 +78,8 @@ class Model:
     max_model_len: int = 64
     tensor_parallel: int = 1
     num_blocks: int = 64
+    kernel_block: int = 0
+    """How many tokens attention kernels take at a time; 0 for whole blocks."""
 
 
 def full(block: int = 16, heads: int = 2, size: int = 128, **more: Any) -> FullAttentionSpec:
@@ -219,12 +229,15 @@ def plan_model(model: Model, folder: Path, **connector: Any) -> Plan:
     copies = [dict(specs) for specs in model.specs]  # the planners change what they are given
     groups = [get_global_kv_cache_groups(config, copies)] if get_global_kv_cache_groups else []
     workers = get_kv_cache_configs(config, copies, [1 << 40] * len(copies), *groups)
-    return finish(config, workers)
+    return finish(config, workers, model.kernel_block)
 
 
-def finish(config: VllmConfig, workers: list[KVCacheConfig]) -> Plan:
+def finish(config: VllmConfig, workers: list[KVCacheConfig], kernel_block: int) -> Plan:
     """The rest of what the engine's core does after planning, and the tensors."""
     for worker in workers:
+        # Layers of another stage, over which the allocation of 0.32 would fall.
+        own = {layer for group in worker.kv_cache_groups for layer in group.layer_names}
+        worker.kv_cache_tensors = [each for each in worker.kv_cache_tensors if own & set(each.layers)]
         worker.kv_cache_layout = config.cache_config.kv_cache_layout
     scheduler = kv_cache_utils.generate_scheduler_kv_cache_config(workers)
     cache_config = config.cache_config
@@ -236,8 +249,38 @@ def finish(config: VllmConfig, workers: list[KVCacheConfig]) -> Plan:
         each.hash_block_size = hash_block
         each.cache_hit_alignment_tokens = scheduler_block
     layout = KVCacheLayout[cache_config.kv_cache_layout]
-    kv_caches = [allocate_kv_cache(worker, torch.device("cpu"), layout) for worker in workers]
+    kernel_blocks = None
+    if kernel_block:
+        specs = [group.kv_cache_spec for group in scheduler.kv_cache_groups]
+        kernel_blocks = [spec.block_size if isinstance(spec, MambaSpec) else kernel_block for spec in specs]
+    kv_caches = [allocate_kv_cache(worker, torch.device("cpu"), layout, kernel_blocks) for worker in workers]
     return Plan(config, workers, scheduler, kv_caches)
+
+
+def register_all(plan: Plan, options: Options = OPTIONS) -> list[Registration]:
+    """What the worker half of every rank tells the server."""
+    found = []
+    for rank, (config, kv_caches) in enumerate(zip(plan.workers, plan.kv_caches, strict=True)):
+        plan.vllm_config.parallel_config.rank = rank
+        found.append(register(options, plan.vllm_config, config, kv_caches))
+    return found
+
+
+def compose_all(
+    plan: Plan, options: Options = OPTIONS, chunk_tokens: int | None = None, separate: bool = True
+) -> Geometry:
+    """What the server makes of it."""
+    return compose([each.declaration for each in register_all(plan, options)], chunk_tokens, separate)
+
+
+def speculate(plan: Plan, flagged: set[int], **config: Any) -> None:
+    """A draft model as far as the configuration goes; vLLM's own needs a checkpoint of one."""
+    fields = {"method": "eagle3", "num_speculative_tokens": 2, "draft_model_config": None, **config}
+    drop = fields.pop("drop", True)
+    plan.vllm_config.speculative_config = SimpleNamespace(**fields, use_eagle_block_drop=lambda: drop)
+    for config_of_one in (*plan.workers, plan.scheduler):
+        for number, group in enumerate(config_of_one.kv_cache_groups):
+            group.is_eagle_group = number in flagged
 
 
 def vllm_config(folder: Path, model: Model, **connector: Any) -> VllmConfig:

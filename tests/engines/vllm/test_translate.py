@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,22 +17,31 @@ from vllm.v1.kv_cache_interface import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     HiddenStateCacheSpec,
-    KVCacheConfig,
     RSWASpec,
     SinkFullAttentionSpec,
 )
 
 from kvmosaic.core.types import Kind
 from kvmosaic.engines.copying import Copier, PageMap
-from kvmosaic.engines.vllm.options import Options
-from kvmosaic.engines.vllm.translate import Registration, check_geometry, engine_key, groups_of, register
+from kvmosaic.engines.vllm.translate import check_geometry, engine_key, groups_of
 from kvmosaic.errors import Refused
 from kvmosaic.layout.groups import Geometry, Group
 from kvmosaic.layout.objects import compose
 from tests.engines.memory import Bytes, Store, plan_of
-from tests.engines.vllm.planning import MODELS, Model, Plan, full, plan_model, state, window
+from tests.engines.vllm.planning import (
+    MODELS,
+    Model,
+    Plan,
+    compose_all,
+    full,
+    plan_model,
+    register_all,
+    speculate,
+    state,
+    window,
+)
+from tests.engines.vllm.rawpages import layers_of, storage_of
 
-OPTIONS = Options(socket=Path("/run/server.sock"))
 ALL = pytest.mark.parametrize("name", MODELS)
 
 
@@ -48,23 +55,6 @@ def planned(folder: Path, name: str) -> Plan:
     return plan_model(MODELS[name], folder)
 
 
-def register_all(plan: Plan, options: Options = OPTIONS) -> list[Registration]:
-    found = []
-    for rank, (config, kv_caches) in enumerate(zip(plan.workers, plan.kv_caches, strict=True)):
-        plan.vllm_config.parallel_config.rank = rank
-        found.append(register(options, plan.vllm_config, config, kv_caches))
-    return found
-
-
-def compose_all(plan: Plan, options: Options = OPTIONS) -> Geometry:
-    return compose([each.declaration for each in register_all(plan, options)], None, True)
-
-
-def storage_of(kv_caches: dict[str, torch.Tensor]) -> Bytes:
-    storage = next(iter(kv_caches.values())).untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-
-
 def owned_bytes(pages: PageMap, storage: Bytes, block: int) -> npt.NDArray[np.bool_]:
     """Which bytes of the storage are a block's."""
     owned = np.zeros(len(storage), dtype=np.bool_)
@@ -74,11 +64,6 @@ def owned_bytes(pages: PageMap, storage: Bytes, block: int) -> npt.NDArray[np.bo
     return owned
 
 
-def layers_with_pages(config: KVCacheConfig, group: int) -> list[str]:
-    names = {layer for tensor in config.kv_cache_tensors for layer in tensor.layers}
-    return [name for name in config.kv_cache_groups[group].layer_names if name in names]
-
-
 @ALL
 def test_a_page_map_covers_exactly_what_the_layers_write(planned: Plan) -> None:
     for registration, config, kv_caches in zip(register_all(planned), planned.workers, planned.kv_caches, strict=True):
@@ -86,7 +71,7 @@ def test_a_page_map_covers_exactly_what_the_layers_write(planned: Plan) -> None:
         for group, pages in enumerate(registration.pages):
             for block in (1, 2, config.num_blocks - 1):
                 storage[:] = 0
-                for layer in layers_with_pages(config, group):
+                for layer in layers_of(config, group):
                     kv_caches[layer][block].view(torch.uint8).fill_(0x5A)
                 assert ((storage != 0) == owned_bytes(pages, storage, block)).all()
 
@@ -137,7 +122,7 @@ def fill(plan: Plan, geometry: Geometry, group: int, blocks: npt.NDArray[np.int6
     objects = next(each for each in geometry.object_groups if group in each.groups)
     replicated = not objects.writes[-1][objects.groups.index(group)]
     for config, kv_caches in zip(plan.workers, plan.kv_caches, strict=True):
-        for layer in layers_with_pages(config, group):
+        for layer in layers_of(config, group):
             for block in blocks.tolist():
                 page = kv_caches[layer][block].view(torch.uint8)
                 if replicated and kv_caches is not plan.kv_caches[0]:
@@ -150,7 +135,7 @@ def read(plan: Plan, group: int, blocks: npt.NDArray[np.int64]) -> list[bytes]:
     return [
         kv_caches[layer][block].contiguous().view(torch.uint8).numpy().tobytes()
         for config, kv_caches in zip(plan.workers, plan.kv_caches, strict=True)
-        for layer in layers_with_pages(config, group)
+        for layer in layers_of(config, group)
         for block in blocks.tolist()
     ]
 
@@ -243,16 +228,6 @@ def test_attention_is_served_without_the_engines_own_prefix_cache(folder: Path) 
     plan = plan_model(MODELS["Llama"], folder)
     plan.vllm_config.cache_config.enable_prefix_caching = False
     assert compose_all(plan).groups == (Group(FULL, 16),)
-
-
-def speculate(plan: Plan, flagged: set[int], **config: Any) -> None:
-    """A draft model as far as the configuration goes; vLLM's own needs a checkpoint of one."""
-    fields = {"method": "eagle3", "num_speculative_tokens": 2, "draft_model_config": None, **config}
-    drop = fields.pop("drop", True)
-    plan.vllm_config.speculative_config = SimpleNamespace(**fields, use_eagle_block_drop=lambda: drop)
-    for config_of_one in (*plan.workers, plan.scheduler):
-        for number, group in enumerate(config_of_one.kv_cache_groups):
-            group.is_eagle_group = number in flagged
 
 
 @pytest.mark.parametrize(
@@ -367,126 +342,3 @@ def test_pages_in_several_allocations_are_refused(folder: Path) -> None:
     plan.kv_caches[0]["f1"] = plan.kv_caches[0]["f1"].clone()
     with pytest.raises(Refused, match="2 allocations"):
         register_all(plan)
-
-
-# Identity.
-
-
-def set_config(name: str, value: Any) -> Callable[[Plan], None]:
-    def change(plan: Plan) -> None:
-        owner: Any = plan.vllm_config
-        *path, last = name.split(".")
-        for part in path:
-            owner = getattr(owner, part)
-        setattr(owner, last, value)
-
-    return change
-
-
-def other_backend(plan: Plan) -> None:
-    class Layer:
-        isa = "amx"
-
-    plan.vllm_config.compilation_config.static_forward_context["f0"] = Layer()
-
-
-def other_spec(**fields: Any) -> Callable[[Plan], None]:
-    def change(plan: Plan) -> None:
-        for config in plan.workers:
-            group = config.kv_cache_groups[0]
-            group.kv_cache_spec = replace(group.kv_cache_spec, **fields)
-
-    return change
-
-
-def other_layer_names(plan: Plan) -> None:
-    plan.workers[0].kv_cache_groups[0].layer_names.append("another")
-
-
-CHANGES: dict[str, Callable[[Plan], None]] = {
-    "configuration override": set_config("model_config.hf_config.rope_theta", 77.0),
-    "dtype": set_config("model_config.dtype", torch.float16),
-    "quantization": set_config("model_config.quantization", "fp8"),
-    "cache dtype": set_config("cache_config.cache_dtype", "fp8"),
-    "hash algorithm": set_config("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
-    "tensor parallel": set_config("parallel_config.tensor_parallel_size", 2),
-    "pipeline parallel": set_config("parallel_config.pipeline_parallel_size", 2),
-    "adapters": set_config("lora_config", object()),
-    "quantization arguments": set_config("model_config.quantization_config", {"bits": 4}),
-    "video pruning": set_config("model_config.multimodal_config", type("M", (), {"video_pruning_rate": 0.5})),
-    "image processing": set_config("model_config.multimodal_config", type("M", (), {"mm_processor_kwargs": {"a": 1}})),
-    "packing": other_backend,
-    "page format": other_spec(head_size=64, head_size_v=192),
-    "data type of pages": other_spec(dtype=torch.float16),
-    "layer names": other_layer_names,
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_whatever_changes_the_bytes_changes_the_namespace(folder: Path, what: str) -> None:
-    plan = plan_model(MODELS["Llama"], folder)
-    before = compose_all(plan).namespace
-    assert compose_all(plan_model(MODELS["Llama"], folder)).namespace == before
-    CHANGES[what](plan)
-    assert compose_all(plan).namespace != before
-
-
-def test_weights_that_are_no_files_here_are_shared_with_nobody(folder: Path) -> None:
-    plans = [plan_model(MODELS["Llama"], folder) for _ in range(2)]
-    (folder / "model.safetensors").unlink()
-    first, second = (compose_all(plan).namespace for plan in plans)
-    assert first != second
-    assert len({compose_all(plan, replace(OPTIONS, model_tag="m")).namespace for plan in plans}) == 1
-
-
-def test_the_layout_is_part_of_the_namespace(folder: Path) -> None:
-    names = [name for name in MODELS if name.startswith("Llama")]
-    assert len({compose_all(plan_model(MODELS[name], folder)).namespace for name in names}) == len(names)
-
-
-def test_the_number_of_blocks_is_not(folder: Path) -> None:
-    for name in ("DSA", "Llama, heads outside of blocks", "Qwen3-Next"):
-        plans = [plan_model(replace(MODELS[name], num_blocks=number), folder) for number in (32, 48)]
-        assert len({plan.workers[0].num_blocks for plan in plans}) == 2
-        assert len({compose_all(plan).namespace for plan in plans}) == 1
-
-
-def test_a_hash_seed_of_the_user_changes_the_namespace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_model(MODELS["Llama"], folder)
-    before = compose_all(plan).namespace
-    monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert compose_all(plan).namespace != before
-
-
-def test_a_random_hash_seed_keeps_the_namespace_to_its_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    first, second = (plan_model(MODELS["Llama"], folder) for _ in range(2))
-    for plan in (first, second):
-        plan.vllm_config.cache_config.prefix_caching_hash_algo = "xxhash"
-    assert compose_all(first).namespace == compose_all(first).namespace
-    assert compose_all(first).namespace != compose_all(second).namespace
-
-
-def test_weights_are_told_apart_by_their_files(tmp_path: Path) -> None:
-    def namespace(options: Options = OPTIONS) -> bytes:
-        return compose_all(plan_model(MODELS["Llama"], tmp_path), options).namespace
-
-    none = namespace()
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"one")
-    first = namespace()
-    assert len({none, first, namespace()}) == 2
-    weights.write_bytes(b"two")
-    assert namespace() != first
-    assert namespace(replace(OPTIONS, weights_epoch="1")) != namespace()
-    tagged = namespace(replace(OPTIONS, model_tag="mine"))
-    weights.write_bytes(b"three")
-    assert namespace(replace(OPTIONS, model_tag="mine")) == tagged
-
-
-def test_a_tag_names_the_model_wherever_it_lies(tmp_path: Path) -> None:
-    tagged = replace(OPTIONS, model_tag="mine")
-    first, second = (compose_all(plan_model(MODELS["Llama"], tmp_path / name), tagged) for name in "ab")
-    assert first.namespace == second.namespace
-    assert first.model == "mine"
-    assert json.loads((tmp_path / "a" / "config.json").read_text())["model_type"] == "llama"

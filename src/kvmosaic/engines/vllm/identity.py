@@ -33,6 +33,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 # What changes the embeddings of an image whose hash stays the same.
 _IMAGE_FIELDS = (
     "mm_processor_kwargs",
+    "media_io_kwargs",
     "mm_encoder_attn_dtype",
     "mm_encoder_fp8_scale_path",
     "mm_device_do_normalize",
@@ -54,6 +55,7 @@ def describe_engine(options: Options, vllm_config: VllmConfig, kv_cache_config: 
         "weights": options.model_tag or weights_fingerprint(model, vllm_config),
         "weights epoch": options.weights_epoch,
         "config": config_digest(model),
+        "model classes": _plain(getattr(model, "model_class_overrides", None)),
         "dtype": str(model.dtype),
         "quantization": f"{model.quantization}, {_plain(getattr(model, 'quantization_config', None))}",
         "cache dtype": str(cache.cache_dtype),

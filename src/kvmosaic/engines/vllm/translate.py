@@ -230,21 +230,23 @@ def _replicas(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> int:
 
 def _storage(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> range:
     """The addresses of the one allocation that holds every layer."""
-    storages = set()
-    for tensor in kv_cache_config.kv_cache_tensors:
-        if tensor.host_resident:
-            raise Refused("KV pages in a host pool (HiSparse) are not served")
-        for layer in tensor.layers:
-            cache = kv_caches.get(layer)
-            if cache is None:  # a layer that only the runner knows; its bytes are in the same allocation
-                continue
-            if cache.device.type != "cpu":
-                raise Refused(f"kvmosaic copies CPU tensors in this release, and {layer} is on {cache.device}")
-            storage = cache.untyped_storage()
-            storages.add((storage.data_ptr(), storage.nbytes()))
+    if any(tensor.host_resident for tensor in kv_cache_config.kv_cache_tensors):
+        raise Refused("KV pages in a host pool (HiSparse) are not served")
+    # A layer that only the planner knows has no tensor; its bytes are in the same allocation.
+    described = {layer for tensor in kv_cache_config.kv_cache_tensors for layer in tensor.layers}
+    storages: dict[tuple[int, int], str] = {}
+    for layer in sorted(kv_caches, key=lambda layer: layer not in described):
+        cache = kv_caches[layer]
+        if cache.device.type != "cpu":
+            raise Refused(f"kvmosaic copies CPU tensors in this release, and {layer} is on {cache.device}")
+        storage = cache.untyped_storage()
+        place = (storage.data_ptr(), storage.nbytes())
+        if place not in storages and layer not in described:  # not another name for pages that are described
+            raise Refused(f"{layer} has pages that no KV cache group describes, so they would be missing after a load")
+        storages.setdefault(place, layer)
     if len(storages) != 1:
         raise Refused(f"the KV cache has {len(storages)} allocations; kvmosaic serves exactly one")
-    address, num_bytes = storages.pop()
+    (address, num_bytes), *_ = storages
     return range(address, address + num_bytes)
 
 
@@ -257,6 +259,8 @@ def _page_maps(kv_cache_config: KVCacheConfig, storage: range) -> tuple[PageMap,
     runs: list[list[Run]] = [[] for _ in kv_cache_config.kv_cache_groups]
     for tensor in kv_cache_config.kv_cache_tensors:
         for index, layer in enumerate(tensor.layers):
+            if layer not in owner:  # of another pipeline stage, where the group is not empty
+                continue
             number, spec = owner[layer]
             runs[number].extend(_page_runs(kv_cache_config, tensor, index, spec, storage.start))
     return tuple(PageMap(group, kv_cache_config.num_blocks, storage) for group in runs)
