@@ -99,6 +99,13 @@ def test_a_shared_prefix_of_a_state_model_hits_from_the_third_prompt_on(server: 
     assert hits == [0, 0, 320, 320]
 
 
+def test_a_shared_prefix_of_a_state_model_hits_across_engines(server: ServerProcess, engine: Build) -> None:
+    engines = [engine("state") for _ in range(3)]
+    shared = prompt(20, 320)
+
+    assert [each.serve("r", shared + prompt(30 + n, 100)) for n, each in enumerate(engines)] == [0, 0, 320]
+
+
 def test_a_last_boundary_has_a_state_although_vllm_forgot_its_block_size(server: ServerProcess, engine: Build) -> None:
     one = engine("state")
     one.scheduler.cache_config.block_size = 16  # half of N, as vLLM on a CPU sets it after it has planned the cache
