@@ -1,6 +1,6 @@
 """How fast pages move to extents and back, against one warm memcpy of the same bytes on one thread.
 
-    python benchmarks/bench_copy.py [--megabytes 512] [--rounds 9]
+    python benchmarks/bench_copy.py [--megabytes 512] [--rounds 31]
 
 Both are measured in turns and compared round by round, since machines drift. Exits with 1 when a goal is missed.
 """
@@ -94,7 +94,7 @@ def compare(ours: Callable[[], None], memcpy: Callable[[], None], rounds: int) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args()
     missed = 0
     for name, page_bytes, neighbours, goal in CASES:
