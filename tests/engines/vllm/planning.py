@@ -32,6 +32,7 @@ from kvmosaic.engines.vllm.options import Options
 from kvmosaic.engines.vllm.translate import Registration, register
 from kvmosaic.layout.groups import Geometry
 from kvmosaic.layout.objects import compose
+from kvmosaic.testing.planned import LLAMA
 
 try:  # vLLM 0.33 plans the groups of all ranks first
     from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
@@ -40,18 +41,6 @@ except ImportError:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 BF16, FP8 = torch.bfloat16, torch.uint8
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 
 OPTIONS = Options(socket=Path("/run/server.sock"))
 

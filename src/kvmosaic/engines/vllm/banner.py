@@ -13,7 +13,7 @@ from kvmosaic.layout.groups import Geometry, ObjectGroup
 def describe(geometry: Geometry, vllm_config: Any) -> str:  # Any: vLLM's config classes are not typed here
     """For the person who wonders why a prompt did not hit: geometry, boundaries and what the engine does."""
     chunk = geometry.chunk_tokens
-    state = any(group.kind is Kind.STATE for group in geometry.groups)
+    state = has_state(geometry)
     boundaries = f"multiples of {chunk} tokens" + (" where the engine ended a step" if state else "")
     facts = [
         f"model {geometry.model}",
@@ -29,6 +29,11 @@ def describe(geometry: Geometry, vllm_config: Any) -> str:  # Any: vLLM's config
     ]
     warnings = [f"warning: {warning}" for warning in geometry.warnings]
     return "kvmosaic serves " + "; ".join(facts + warnings)
+
+
+def has_state(geometry: Geometry) -> bool:
+    """Whether the model has groups that remember one state at a position."""
+    return any(group.kind is Kind.STATE and group.cacheable for group in geometry.groups)
 
 
 def _count_groups(geometry: Geometry) -> str:

@@ -17,7 +17,7 @@ from kvmosaic.engines.plans import LoadPlan, StorePlan
 from kvmosaic.engines.tables import Tables
 from kvmosaic.engines.transfers import STORE_BYTES_PER_STEP
 from kvmosaic.engines.vllm.adapters import Adapters
-from kvmosaic.engines.vllm.banner import describe
+from kvmosaic.engines.vllm.banner import describe, has_state
 from kvmosaic.engines.vllm.loads import failing_load, plan_load
 from kvmosaic.engines.vllm.plans import ConnectorMeta, WorkerReport, join_reports
 from kvmosaic.engines.vllm.stores import Candidate, find_candidate, plan_store
@@ -352,8 +352,3 @@ def max_chunks_per_step(geometry: Geometry) -> int:
     chunk_bytes = sum(objects.object_bytes for objects in geometry.object_groups) // geometry.world
     by_objects = MAX_OBJECTS_PER_STEP // len(geometry.object_groups)
     return max(1, min(by_objects, STORE_BYTES_PER_STEP // max(1, chunk_bytes)))
-
-
-def has_state(geometry: Geometry) -> bool:
-    """Whether the model has groups that remember one state at a position."""
-    return any(group.kind is Kind.STATE and group.cacheable for group in geometry.groups)
